@@ -1,0 +1,1 @@
+"""The command line: job files, environment block, rendering, submission, lifecycle, report."""

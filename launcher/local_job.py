@@ -1,0 +1,195 @@
+"""`python -m mtlaunch.launcher.local_job RUN_DIR NUMBER`: supervises one local job.
+
+Does what slurmctld and slurmd do for the script: SLURM_* variables, the log, the warning signal,
+the time limit, and TERM to the ranks and the script, then KILL after KillWait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mtlaunch.launcher.processes import descendants, send, start_ticks
+from mtlaunch.launcher.runner.report import read_json, write_json
+
+# slurm.conf, KillWait: default
+KILL_WAIT_S = 30
+_POLL_S = 0.1
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans of the job stay findable as our children
+
+_SHIM = '#!/bin/sh\nexec {python} -m {module} "$@"\n'
+
+
+def directives(script: str) -> dict[str, str]:
+    """Long options of the #SBATCH lines.
+
+    >>> directives('#!/bin/bash\\n#SBATCH --time=01:00:00\\n#SBATCH --job-name="a b"\\nsrun x')
+    {'time': '01:00:00', 'job-name': 'a b'}
+    """
+    found = {}
+    for line in script.splitlines():
+        if line.startswith("#SBATCH --"):
+            option, _, value = line.removeprefix("#SBATCH --").partition("=")
+            found[option.strip()] = "".join(shlex.split(value, comments=True)) if value else ""
+        elif line.strip() and not line.startswith("#"):
+            break
+    return found
+
+
+def time_limit_s(text: str) -> float | None:
+    """Seconds of sbatch's --time: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for no limit.
+
+    >>> [time_limit_s(t) for t in ("90", "1:30", "04:00:00", "1-12", "1-0:0:5", "UNLIMITED")]
+    [5400.0, 90.0, 14400.0, 129600.0, 86405.0, None]
+    """
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:  # hours first
+        hours, minutes, seconds = (numbers + [0, 0])[:3]
+    elif len(numbers) == 1:
+        hours, minutes, seconds = 0, numbers[0], 0
+    elif len(numbers) == 2:
+        hours, minutes, seconds = 0, numbers[0], numbers[1]
+    else:
+        hours, minutes, seconds = numbers
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Supervisor:
+    """Runs the script of one run directory to its end."""
+
+    def __init__(self, run_dir: Path, number: int) -> None:
+        self.run_dir, self.number = run_dir, number
+        self.options = directives((run_dir / "job.sbatch").read_text())
+        self.ending: str | None = None  # CANCELLED or TIMEOUT, once asked
+        self.kill_at: float | None = None
+
+    def run(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        signal.signal(signal.SIGTERM, lambda number, frame: self.end("CANCELLED"))
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        state: dict[str, Any] = {
+            "job_id": f"local-{self.number}",
+            "pid": os.getpid(),
+            "start_ticks": start_ticks(os.getpid()),
+            "state": "RUNNING",
+            "started_s": time.time(),
+        }
+        with (self.run_dir / "logs" / f"{self.number}.log").open("ab") as log:
+            self.script = subprocess.Popen(
+                ["bash", str(self.run_dir / "job.sbatch")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self.run_dir,
+                env=self.environment(),
+                restore_signals=True,
+                preexec_fn=_default_signals,
+            )
+        write_json(self.run_dir / "local.json", state)
+        code = self.wait()
+        send(descendants(os.getpid()), signal.SIGKILL)  # what the script left behind
+        final = self.ending or ("COMPLETED" if code == 0 else "FAILED")
+        state |= {
+            "state": final,
+            "exit_code": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+            "ended_s": time.time(),
+        }
+        write_json(self.run_dir / "local.json", state)
+
+    def environment(self) -> dict[str, str]:
+        """The submit environment with the variables that the script reads of Slurm."""
+        tools = self.run_dir / "local" / "bin"
+        tools.mkdir(parents=True, exist_ok=True)
+        for tool in ("srun", "scancel"):
+            shim = _SHIM.format(
+                python=shlex.quote(sys.executable), module=f"mtlaunch.launcher.local_{tool}"
+            )
+            (tools / tool).write_text(shim)
+            (tools / tool).chmod(0o755)
+        launch = read_json(self.run_dir / "payload" / "launch.json") or {}
+        tasks = self.options.get("ntasks-per-node", str(launch.get("ranks_per_node", 1)))
+        host = socket.gethostname()
+        environ = {
+            **os.environ,
+            "PATH": f"{tools}:{os.environ.get('PATH', os.defpath)}",
+            "MTLAUNCH_LOCAL_DIR": str(self.run_dir / "local"),
+            "SLURM_JOB_ID": str(self.number),
+            "SLURM_JOB_NAME": self.options.get("job-name", "job"),
+            "SLURM_JOB_NODELIST": host,
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NNODES": "1",
+            "SLURM_NTASKS": tasks,
+            "SLURM_NTASKS_PER_NODE": tasks,
+            "SLURM_SUBMIT_DIR": str(self.run_dir),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        if "cpus-per-task" in self.options:
+            environ["SLURM_CPUS_PER_TASK"] = self.options["cpus-per-task"]
+        return environ
+
+    def wait(self) -> int:
+        started = time.monotonic()
+        limit_s = time_limit_s(self.options.get("time", ""))
+        warning = re.fullmatch(r"B:(?:SIG)?(\w+)@(\d+)", self.options.get("signal", ""))
+        warned = False
+        while True:
+            try:
+                return self.script.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                pass
+            now = time.monotonic()
+            if limit_s is not None:
+                if warning and not warned and now - started >= limit_s - int(warning[2]):
+                    warned = True
+                    send([self.script.pid], getattr(signal, f"SIG{warning[1]}", signal.SIGUSR1))
+                if now - started >= limit_s and self.ending is None:
+                    self.end("TIMEOUT")
+            if self.kill_at is not None and now >= self.kill_at:
+                send([self.script.pid, *descendants(os.getpid())], signal.SIGKILL)
+
+    def end(self, state: str) -> None:
+        """TERM to the ranks and the script, as scancel and the time limit do; KILL later."""
+        if self.ending is None:
+            self.ending = state
+            self.kill_at = time.monotonic() + KILL_WAIT_S
+            send([*step_processes(self.run_dir / "local"), self.script.pid], signal.SIGTERM)
+
+
+def step_processes(local_dir: Path) -> list[int]:
+    """Every process below the running srun, which itself is left alone."""
+    step = read_json(local_dir / "step.json")
+    if step is None or start_ticks(step["pid"]) != step["start_ticks"]:
+        return []
+    return descendants(step["pid"])
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    Supervisor(Path(sys.argv[1]), int(sys.argv[2])).run()

@@ -1,0 +1,137 @@
+"""Plan to script text: pure, no side effect, no Slurm."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from mtlaunch.launcher.version import __version__
+from mtlaunch.preflight import environment
+from mtlaunch.preflight.plan import Plan
+
+TEMPLATE = "job.sbatch.j2"
+
+# The epilog's budget: below Slurm's KillWait of 30 s (slurm.conf), after which all is SIGKILLed.
+EPILOG_SECONDS = 20
+
+# errno ERESTART, "interrupted system call should be restarted": no finished training
+EXIT_NEAR_LIMIT = 85
+
+# What Slurm needs beyond the checkpoint: a signal can come up to 60 s early (man sbatch, --signal)
+# and the ranks need a step to notice it.
+SIGNAL_MARGIN_S = 60
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+
+
+class RenderError(ValueError):
+    """A plan that this version cannot render, or a value no script can carry."""
+
+
+def sbatch_value(value: Any) -> str:
+    """A value for an #SBATCH line: sbatch knows quotes there, and expands nothing.
+
+    >>> sbatch_value("my job"), sbatch_value("04:00:00")
+    ('"my job"', '04:00:00')
+    """
+    text = str(value)
+    if "\n" in text:
+        raise RenderError(f"a line break cannot stand in an #SBATCH line: {text!r}")
+    if _PLAIN.fullmatch(text):
+        return text
+    if '"' not in text and "\\" not in text:
+        return f'"{text}"'
+    if "'" not in text:
+        return f"'{text}'"
+    raise RenderError(f"sbatch cannot read a value with both kinds of quotes: {text}")
+
+
+def quoted(value: Any) -> str:
+    text = str(value)
+    if "\n" in text or "\0" in text:
+        raise RenderError(f"a line break cannot be carried to the ranks: {text!r}")
+    return shlex.quote(text)
+
+
+def comment(value: Any) -> str:
+    return " ".join(str(value).split())
+
+
+def environment_for(template_dir: Path | None) -> jinja2.Environment:
+    """Own templates before built-in ones; `builtin/...` always is ours, for `extends`."""
+    builtin = jinja2.PackageLoader("mtlaunch.templates", "")
+    loaders: list[jinja2.BaseLoader] = [jinja2.PrefixLoader({"builtin": builtin}), builtin]
+    if template_dir is not None:
+        loaders.insert(0, jinja2.FileSystemLoader(template_dir))
+    env = jinja2.Environment(
+        loader=jinja2.ChoiceLoader(loaders),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    env.filters.update(sh=quoted, sbatch=sbatch_value, comment=comment)
+    return env
+
+
+def tasks_per_node(plan: Plan) -> int:
+    return 1 if plan.launcher == "torchrun" else plan.ranks_per_node
+
+
+def sbatch_options(plan: Plan, run_dir: str) -> list[tuple[str, str | None]]:
+    """Options of the #SBATCH lines: the job's own, and what the run directory needs."""
+    own: dict[str, str | None] = {
+        option: None if value is True else str(value) for option, value in plan.slurm.items()
+    }
+    own.setdefault("nodes", str(plan.nodes))
+    own["ntasks-per-node"] = str(tasks_per_node(plan))
+    if "signal" not in own and "checkpoint_seconds" in plan.facts:
+        seconds = int(plan.facts["checkpoint_seconds"]) + SIGNAL_MARGIN_S
+        own["signal"] = f"B:USR1@{seconds}"
+    if "requeue" not in own and "no-requeue" not in own:
+        own["no-requeue"] = None
+    return [
+        ("job-name", plan.name),
+        *own.items(),
+        ("output", run_dir.replace("%", "%%") + "/logs/%j.log"),
+        ("open-mode", "append"),
+    ]
+
+
+def render(
+    plan: Plan,
+    run_dir: str,
+    workdir: str | None = None,
+    python: str | None = None,
+    template_dir: Path | None = None,
+) -> str:
+    """The job script. Raises RenderError, also for what a template of the user gets wrong."""
+    if plan.container is not None:
+        raise RenderError("container: is checked but not yet rendered by this version")
+    block = environment.block(plan)
+    per_node = tasks_per_node(plan)
+    values = {
+        "plan": plan,
+        "version": __version__,
+        "run_dir": run_dir,
+        "workdir": workdir or plan.workdir or ".",
+        "python": plan.python or python or "python3",
+        "sbatch": sbatch_options(plan, run_dir),
+        "exports": [variable for variable in block if variable.value is not None],
+        "unset": [variable for variable in block if variable.value is None],
+        "tasks": plan.nodes * per_node,
+        "tasks_per_node": per_node,
+        "epilog_seconds": EPILOG_SECONDS,
+        "exit_near_limit": EXIT_NEAR_LIMIT,
+    }
+    try:
+        text = environment_for(template_dir).get_template(TEMPLATE).render(values)
+    except jinja2.TemplateError as error:
+        name = getattr(error, "filename", None) or getattr(error, "name", None) or TEMPLATE
+        raise RenderError(f"template {name}: {error}") from error
+    return text.replace("\r\n", "\n")

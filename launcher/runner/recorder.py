@@ -1,0 +1,141 @@
+"""Keeps a rank's record up to date while the training script runs.
+
+A daemon thread writes once a second; a last write happens at exit. It reads torch only if the
+script brought it, and an error here never reaches the training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from mtlaunch.launcher.runner.record import Slot
+
+INTERVAL_S = 1.0
+
+# torch.cuda.memory_stats() keys: https://docs.pytorch.org/docs/stable/generated/
+# torch.cuda.memory.memory_stats.html
+_ALLOCATOR = {
+    "allocated_bytes": "allocated_bytes.all.current",
+    "peak_allocated_bytes": "allocated_bytes.all.peak",
+    "reserved_bytes": "reserved_bytes.all.current",
+    "peak_reserved_bytes": "reserved_bytes.all.peak",
+    "allocator_retries": "num_alloc_retries",
+    "allocator_ooms": "num_ooms",
+}
+
+_PACKAGES = {
+    "torch": "torch",
+    "megatron_core": "megatron.core",
+    "transformer_engine": "transformer_engine",
+}
+
+
+class Recorder:
+    """Samples into a slot; without one (disk full, read-only) it only keeps its state."""
+
+    def __init__(self, slot: Slot | None, identity: dict[str, Any]) -> None:
+        self._slot = slot
+        self._state: dict[str, Any] = {**identity, "phase": "starting", "samples": 0}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.sample()
+
+    def start(self) -> None:
+        atexit.register(self.finish)
+        threading.Thread(target=self._run, name="mtlaunch-recorder", daemon=True).start()
+
+    def note(self, content: dict[str, Any]) -> None:
+        """Add to the record: what the injection changed, versions, an error."""
+        with self._lock:
+            self._state.update(content)
+        self.sample()
+
+    def finish(self) -> None:
+        self._stop.set()
+        self.sample(phase="ended")
+        if self._slot is not None:
+            try:
+                self._slot.flush()
+            except (OSError, ValueError):
+                pass
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL_S):
+            self.sample(phase="running")
+
+    def sample(self, phase: str | None = None) -> None:
+        """One measurement into the slot. Never raises: training goes on without a record."""
+        try:
+            with self._lock:
+                if phase is not None:
+                    self._state["phase"] = phase
+                self._state["updated_s"] = time.time()
+                self._state["samples"] += 1
+                self._state.update(host_memory())
+                self._add_cuda()
+                self._add_versions()
+                if self._slot is not None:
+                    self._slot.process.write(self._state)
+        except Exception as error:
+            self._state["recorder_error"] = repr(error)
+
+    def _add_cuda(self) -> None:
+        torch = sys.modules.get("torch")
+        cuda = getattr(torch, "cuda", None)
+        if cuda is None or not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
+            return
+        stats = cuda.memory_stats()
+        for name, key in _ALLOCATOR.items():
+            if key in stats:
+                self._state[name] = stats[key]
+        free_bytes, total_bytes = cuda.mem_get_info()
+        used_bytes = total_bytes - free_bytes
+        self._state["peak_device_bytes"] = max(
+            used_bytes, self._state.get("peak_device_bytes") or 0
+        )
+        if "gpu" not in self._state:
+            self._state["gpu"] = {
+                "name": cuda.get_device_name(),
+                "capacity_bytes": total_bytes,
+                "index": cuda.current_device(),
+            }
+
+    def _add_versions(self) -> None:
+        found = self._state.setdefault("versions", {"python": sys.version.split()[0]})
+        for name, module in _PACKAGES.items():
+            if name not in found:
+                version = getattr(sys.modules.get(module), "__version__", None)
+                if version is not None:
+                    found[name] = str(version)
+
+
+def host_memory() -> dict[str, int]:
+    """Resident memory of this process and its peak, bytes (VmRSS, VmHWM of /proc/self/status)."""
+    found: dict[str, int] = {}
+    names = {b"VmRSS:": "host_rss_bytes", b"VmHWM:": "host_peak_bytes"}
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                name = names.get(line[:6])
+                if name:
+                    found[name] = int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def identity(rank: int, local_rank: int, node: str, **more: Any) -> dict[str, Any]:
+    now = time.time()
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "node": node,
+        "pid": os.getpid(),
+        "started_s": now,
+        **more,
+    }

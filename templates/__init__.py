@@ -1,0 +1,1 @@
+"""Job script templates, found by importlib.resources."""
