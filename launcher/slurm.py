@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from mtlaunch.launcher.rundir import RunDir
@@ -83,36 +83,34 @@ class Job(SlurmJob[Any]):
 
 
 class Executor(SlurmExecutor):
-    """Submits a rendered script as it is."""
+    """Submits the script of a run directory as it is."""
 
     job_class = Job
 
     def __init__(self, run: RunDir) -> None:
-        super().__init__(folder=run.path / "submitit")
+        super().__init__(folder=run.path)
         self._run = run
 
     def submit_script(self) -> Job:
-        """Queue the run directory's script. Raises SchedulerError with sbatch's own words."""
+        """Queue the script. Raises SchedulerError with sbatch's own words."""
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(clean_environment(before))
         try:
-            job = self._submit_command("")
+            return self._submit_command("")
         except (FailedJobError, FailedSubmissionError, OSError) as error:
             raise SchedulerError(_sbatch_words(error)) from error
         finally:
             os.environ.clear()
             os.environ.update(before)
-            # submitit's own copy of the script and the link it leaves beside it
-            shutil.rmtree(self._run.path / "submitit", ignore_errors=True)
-        assert isinstance(job, Job)
-        return job
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._run.script.read_text()
+    def _submit_command(self, command: str) -> Job:
+        # submitit would copy the script to a file of its own and link it; ours lies ready
+        output = CommandFunction(self._make_submission_command(self._run.script), verbose=False)()
+        return attach(self._run, self._get_job_id_from_submission_command(output))
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["sbatch", "--parsable", str(self._run.script)]
+        return ["sbatch", "--parsable", str(submission_file_path)]
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
@@ -124,12 +122,12 @@ class Executor(SlurmExecutor):
                 return job_id
         raise FailedSubmissionError(f"sbatch answered {text!r}, which names no job id")
 
-    def _num_tasks(self) -> int:
-        return 1  # one Job; the ranks report through their records, not through pickles
-
 
 def attach(run: RunDir, job_id: str) -> Job:
-    """The Job of an id, from another process or after a restart."""
+    """The Job of an id, from another process or after a restart.
+
+    One task: the ranks report through their records, not through submitit's pickles.
+    """
     return Job(folder=run.path, job_id=job_id, tasks=[0])
 
 

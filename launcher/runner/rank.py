@@ -8,7 +8,9 @@ every process of a step, so the parent ignores the signals that the script may w
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import io
 import json
 import os
 import resource
@@ -18,7 +20,9 @@ import socket
 import sys
 import time
 import traceback
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from mtlaunch.launcher.runner.record import Slot
@@ -29,6 +33,9 @@ EXIT_ENVIRONMENT = 78
 
 _OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# Of a value in a message: an environment variable may be long.
+_SHOWN_CHARACTERS = 200
 
 
 def say(text: str) -> None:
@@ -55,12 +62,19 @@ def environment_differences(expected: dict[str, str | None], environ: dict[str, 
     for name, value in expected.items():
         arrived = environ.get(name)
         if value is None and arrived is not None:
-            differences.append(f"{name} should be unset and is {arrived!r}")
+            differences.append(f"{name} should be unset and is {_shown(arrived)}")
         elif value is not None and arrived is None:
-            differences.append(f"{name} should be {value!r} and is not set")
+            differences.append(f"{name} should be {_shown(value)} and is not set")
         elif value is not None and arrived != value:
-            differences.append(f"{name} should be {value!r} and is {arrived!r}")
+            differences.append(f"{name} should be {_shown(value)} and is {_shown(arrived)}")
     return differences
+
+
+def _shown(value: str) -> str:
+    text = repr(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}... ({len(value)} characters)"
 
 
 def open_slot(run_dir: Path, launch: dict[str, Any], node: str, local_rank: int) -> Slot | None:
@@ -83,9 +97,10 @@ def main(run_dir: Path) -> NoReturn:
 
     # Signals that come while there are two processes and no handlers yet must wait.
     signal.pthread_sigmask(signal.SIG_BLOCK, _OUTLIVED)
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _die_with_parent()
+        _die_with(parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUTLIVED)
         sys.exit(_script(launch, slot, rank, local_rank, node))
     for number in _OUTLIVED:
@@ -109,9 +124,8 @@ def _forward_to(child: int) -> Any:
     return lambda number, frame: os.kill(child, number)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """SIGKILL of the waiting parent must not leave the script behind."""
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -130,7 +144,8 @@ def _script(
         for one in differences:
             say(f"rank {rank} on {node}: the environment did not arrive: {one}")
         say("a container image, a module of setup: or a wrapper changed it; the job ends here")
-        recorder.note({"error": "environment: " + "; ".join(differences), "phase": "refused"})
+        error = "environment: " + "; ".join(differences)
+        recorder.note({"error": error[:1000], "phase": "refused"})
         return EXIT_ENVIRONMENT
     if rank == 0:
         count = sum(value is not None for value in launch["environment"].values())
@@ -151,7 +166,7 @@ def _run_user_script(launch: dict[str, Any], recorder: Recorder) -> int | str | 
             runpy.run_module(launch["entrypoint"], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(launch["entrypoint"]).resolve().parent)
-            runpy.run_path(launch["entrypoint"], run_name="__main__")
+            _run_file(os.path.abspath(launch["entrypoint"]))
     except SystemExit as end:
         return end.code
     except BaseException as error:
@@ -167,17 +182,38 @@ def _run_user_script(launch: dict[str, Any], recorder: Recorder) -> int | str | 
     return 0
 
 
+def _run_file(path: str) -> None:
+    """What `python FILE` does with a source file.
+
+    runpy.run_path differs where scripts notice it: it puts the full path into sys.argv[0], and
+    takes `__main__` away while the script's threads and atexit functions still run.
+    """
+    module = ModuleType("__main__")
+    module.__dict__.update(
+        __annotations__={},
+        __builtins__=builtins,
+        __cached__=None,
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+    )
+    with io.open_code(path) as file:
+        source = file.read()
+    sys.modules["__main__"] = module
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"OutOfMemoryError", "MemoryError"})
 
 
 def _print_traceback(error: BaseException) -> None:
-    """As the interpreter would print it, without the frames of this file and of runpy."""
+    """As the interpreter would, by the script's own hook too, without our frames and runpy's."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace or error.__traceback__)
+    error = error.with_traceback(trace)
+    sys.excepthook(type(error), error, trace)
     sys.stderr.flush()
 
 

@@ -2,7 +2,7 @@
 
     file  = header (4096 bytes) + one slot a local rank
     slot  = process cell + process cell + exit cell + exit cell
-    cell  = magic, version, length, sequence, CRC-32, then JSON
+    cell  = magic, version, length, sequence, CRC-32 of those and of the JSON, then the JSON
 
 The ranks' processes write the process cells, the parent that waits for them the exit cells. Each
 write goes to the older of the two cells with the next sequence number, so a kill in the middle of
@@ -31,8 +31,11 @@ PROCESS_CELL_BYTES = 6144
 EXIT_CELL_BYTES = 2048
 SLOT_BYTES = 2 * PROCESS_CELL_BYTES + 2 * EXIT_CELL_BYTES
 
-# magic, version, reserved, payload length, sequence, CRC-32 of the payload
-_CELL = struct.Struct("<4sHHIQI")
+# magic, version, reserved, payload length, sequence; then the CRC-32 of these and the payload.
+# Without the head in it, a write torn after the sequence would make an old payload the newest.
+_HEAD = struct.Struct("<4sHHIQ")
+_CRC = struct.Struct("<I")
+_CELL_HEAD_BYTES = _HEAD.size + _CRC.size
 
 # Dropped one after the other, from the left, when a record outgrows its cell.
 _DROPPABLE = ("traceback", "modules", "versions", "error")
@@ -47,24 +50,35 @@ class Cell:
         self._sequence = newest[0] if newest else 0
 
     def write(self, content: Mapping[str, Any]) -> None:
-        payload = _fit(content, self._size - _CELL.size)
+        payload = _fit(content, self._size - _CELL_HEAD_BYTES)
         self._sequence += 1
         start = self._offset + (self._sequence % 2) * self._size
-        head = _CELL.pack(
-            CELL_MAGIC, FORMAT_VERSION, 0, len(payload), self._sequence, zlib.crc32(payload)
-        )
-        self._memory[start : start + len(head) + len(payload)] = head + payload
+        cell = pack(self._sequence, payload)
+        self._memory[start : start + len(cell)] = cell
+
+
+def pack(sequence: int, payload: bytes) -> bytes:
+    """A cell as it lies in the file."""
+    head = _HEAD.pack(CELL_MAGIC, FORMAT_VERSION, 0, len(payload), sequence)
+    return head + _CRC.pack(zlib.crc32(payload, zlib.crc32(head))) + payload
 
 
 def _fit(content: Mapping[str, Any], room: int) -> bytes:
+    """JSON of at most `room` bytes: droppable keys go first, then everything but numbers."""
     content = dict(content)
     for name in (None, *_DROPPABLE):
         if name is not None:
             content.pop(name, None)
-        payload = json.dumps(content, separators=(",", ":"), default=str).encode()
+        payload = _json(content)
         if len(payload) <= room:
             return payload
-    return b"{}"
+    numbers = {key: value for key, value in content.items() if isinstance(value, (int, float))}
+    payload = _json(numbers)
+    return payload if len(payload) <= room else b"{}"
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":"), default=str).encode()
 
 
 def _newest(memory: mmap.mmap | bytes, offset: int, size: int) -> tuple[int, dict[str, Any]] | None:
@@ -72,14 +86,18 @@ def _newest(memory: mmap.mmap | bytes, offset: int, size: int) -> tuple[int, dic
     found: tuple[int, dict[str, Any]] | None = None
     for index in range(2):
         start = offset + index * size
-        head = memory[start : start + _CELL.size]
-        if len(head) < _CELL.size:
+        body = start + _CELL_HEAD_BYTES
+        head = memory[start : start + _HEAD.size]
+        stored = memory[start + _HEAD.size : body]
+        if len(stored) < _CRC.size:
             continue
-        magic, version, _, length, sequence, crc = _CELL.unpack(head)
-        if magic != CELL_MAGIC or version != FORMAT_VERSION or length > size - _CELL.size:
+        magic, version, _, length, sequence = _HEAD.unpack(head)
+        if magic != CELL_MAGIC or version != FORMAT_VERSION or length > size - _CELL_HEAD_BYTES:
             continue
-        payload = memory[start + _CELL.size : start + _CELL.size + length]
-        if zlib.crc32(payload) != crc or (found is not None and sequence <= found[0]):
+        payload = memory[body : body + length]
+        if _CRC.pack(zlib.crc32(payload, zlib.crc32(head))) != stored:
+            continue
+        if found is not None and sequence <= found[0]:
             continue
         try:
             content = json.loads(payload)
@@ -142,6 +160,11 @@ def read_file(path: Path) -> Iterator[RankRecord]:
     if data[: len(FILE_MAGIC)] != FILE_MAGIC:
         raise ValueError(f"{path.name} is not a record file of format {FORMAT_VERSION}")
     header = _header(data) or {}
+    if header.get("format", FORMAT_VERSION) != FORMAT_VERSION:
+        raise ValueError(
+            f"{path.name} is a record file of format {header['format']}, "
+            f"this mtlaunch reads {FORMAT_VERSION}"
+        )
     slots = (len(data) - HEADER_BYTES + SLOT_BYTES - 1) // SLOT_BYTES
     for local_rank in range(max(0, slots)):
         start = HEADER_BYTES + local_rank * SLOT_BYTES

@@ -40,6 +40,7 @@ class Recorder:
 
     def __init__(self, slot: Slot | None, identity: dict[str, Any]) -> None:
         self._slot = slot
+        self._pid = os.getpid()
         self._state: dict[str, Any] = {**identity, "phase": "starting", "samples": 0}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -51,11 +52,15 @@ class Recorder:
 
     def note(self, content: dict[str, Any]) -> None:
         """Add to the record: what the injection changed, versions, an error."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._state.update(content)
         self.sample()
 
     def finish(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a process that the script forked, which runs our atexit function as well
         self._stop.set()
         self.sample(phase="ended")
         if self._slot is not None:
@@ -89,20 +94,22 @@ class Recorder:
         cuda = getattr(torch, "cuda", None)
         if cuda is None or not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
             return
-        stats = cuda.memory_stats()
+        device, stats = _busiest_device(cuda)
+        if device is None:
+            return
         for name, key in _ALLOCATOR.items():
             if key in stats:
                 self._state[name] = stats[key]
-        free_bytes, total_bytes = cuda.mem_get_info()
+        free_bytes, total_bytes = cuda.mem_get_info(device)
         used_bytes = total_bytes - free_bytes
         self._state["peak_device_bytes"] = max(
             used_bytes, self._state.get("peak_device_bytes") or 0
         )
         if "gpu" not in self._state:
             self._state["gpu"] = {
-                "name": cuda.get_device_name(),
+                "name": cuda.get_device_name(device),
                 "capacity_bytes": total_bytes,
-                "index": cuda.current_device(),
+                "index": device,
             }
 
     def _add_versions(self) -> None:
@@ -112,6 +119,23 @@ class Recorder:
                 version = getattr(sys.modules.get(module), "__version__", None)
                 if version is not None:
                     found[name] = str(version)
+
+
+def _busiest_device(cuda: Any) -> tuple[int | None, dict[str, Any]]:
+    """The device that this process allocates on, with its allocator's statistics.
+
+    The current device is a matter of each thread, and in the recorder's it is 0: asking without an
+    index would read the wrong card and put a CUDA context of every rank on it. The statistics of
+    an index need no context.
+    """
+    found: tuple[int | None, dict[str, Any]] = (None, {})
+    most = 0
+    for device in range(cuda.device_count()):
+        stats = cuda.memory_stats(device)
+        reserved = stats.get("reserved_bytes.all.peak") or 0
+        if reserved > most:
+            most, found = reserved, (device, stats)
+    return found
 
 
 def host_memory() -> dict[str, int]:

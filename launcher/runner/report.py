@@ -115,6 +115,8 @@ def _job(launch: Mapping[str, Any], status: Mapping[str, Any], attempt: int) -> 
 
 def _rank_row(record: RankRecord) -> dict[str, Any]:
     process, ended = record.process, record.exit
+    if ended.get("pid") != process.get("pid", ended.get("pid")):
+        ended = {}  # of an earlier start of the same script: `sbatch job.sbatch` once more
     peaks = [memory.get("host_peak_bytes") or 0 for memory in (process, ended)]
     complete = bool(ended) and process.get("phase") in ("ended", "refused")
     number = ended.get("signal")
