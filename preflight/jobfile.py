@@ -6,6 +6,7 @@ Shape and words are the contract; what the values mean for Megatron is `resolve`
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -276,7 +277,9 @@ def _shape_problems(document: Document) -> list[Problem]:
         for key in slurm:
             option = key.replace("_", "-").removeprefix("--")
             place = document.key_place(("slurm", key))
-            if option in OWNED_OPTIONS:
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+                problems.append(Problem(f"{key!r} is no name of an sbatch option", place))
+            elif option in OWNED_OPTIONS:
                 message = f"slurm.{key} is set by mtlaunch"
                 problems.append(Problem(message, place, OWNED_OPTIONS[option]))
             elif option not in SBATCH_OPTIONS:
