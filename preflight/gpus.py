@@ -34,26 +34,30 @@ def _gpu(
     return Gpu(name, int(gib * GIB), capability, domain, node, source)
 
 
+# Capacities are read off public logs; they vary a little with driver and ECC. Most logs do not
+# name the card: it follows from the number.
+OOM = 'GiB in "GPU 0 has a total capacity of ..." messages of PyTorch: '
+
 # Compute capabilities: https://developer.nvidia.com/cuda-gpus. NVLink domains: DGX/HGX (8) and
 # GB200/GB300 NVL72 (72, four GPUs a compute tray) datasheets.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("V100-16GB", 15.77, (7, 0), 8, 8, "OOM messages of V100-SXM2-16GB"),
-        _gpu("V100-32GB", 31.74, (7, 0), 8, 8, "OOM messages of V100-SXM2-32GB"),
-        _gpu("A100-40GB", 39.39, (8, 0), 8, 8, "OOM messages of A100-SXM4-40GB"),
-        _gpu("A100-80GB", 79.15, (8, 0), 8, 8, "OOM messages of A100-SXM4-80GB"),
+        _gpu("V100-16GB", 15.77, (7, 0), 8, 8, OOM + "15.77 to 15.78"),
+        _gpu("V100-32GB", 31.74, (7, 0), 8, 8, OOM + "31.73 to 31.74"),
+        _gpu("A100-40GB", 39.39, (8, 0), 8, 8, OOM + "39.25 to 39.59"),
+        _gpu("A100-80GB", 79.15, (8, 0), 8, 8, OOM + "79.14 to 79.33"),
         _gpu("A800-80GB", 79.15, (8, 0), 8, 8, "as A100-80GB"),
-        _gpu("L40S-48GB", 44.39, (8, 9), 1, 8, "OOM messages of L40S (ECC on)"),
-        _gpu("H100-80GB", 79.10, (9, 0), 8, 8, "OOM messages of H100-SXM5-80GB"),
+        _gpu("L40S-48GB", 44.39, (8, 9), 1, 8, OOM + "44.34 to 44.67, ECC on"),
+        _gpu("H100-80GB", 79.10, (9, 0), 8, 8, OOM + "79.10 to 79.33"),
         _gpu("H800-80GB", 79.10, (9, 0), 8, 8, "as H100-80GB"),
-        _gpu("H100-96GB", 94.5, (9, 0), 1, 4, "GH200 96 GB: nvidia-smi 97871 MiB less reserve"),
-        _gpu("H200-141GB", 139.81, (9, 0), 8, 8, "OOM messages of H200-SXM-141GB"),
-        _gpu("H20-96GB", 95.22, (9, 0), 8, 8, "OOM messages of H20"),
-        _gpu("B200-192GB", 178.35, (10, 0), 8, 8, "OOM messages of B200 (180 GB usable)"),
-        _gpu("GB200-192GB", 184.31, (10, 0), 72, 4, "OOM messages of GB200 (186 GB usable)"),
-        _gpu("B300-288GB", 267.69, (10, 3), 8, 8, "HGX B300 datasheet: 2.1 TB over 8, 270 GB"),
-        _gpu("GB300-288GB", 276.0, (10, 3), 72, 4, "GB300 NVL72 datasheet: 279 GB less reserve"),
+        _gpu("H100-96GB", 94.5, (9, 0), 1, 4, OOM + "94.50 (GH200)"),
+        _gpu("H200-141GB", 139.81, (9, 0), 8, 8, OOM + "139.72 to 139.81"),
+        _gpu("H20-96GB", 95.22, (9, 0), 8, 8, OOM + "95.00 to 95.22"),
+        _gpu("B200-192GB", 178.35, (10, 0), 8, 8, OOM + "178.35 to 178.36"),
+        _gpu("GB200-192GB", 184.31, (10, 0), 72, 4, OOM + "184.31"),
+        _gpu("B300-288GB", 267.69, (10, 3), 8, 8, OOM + "267.69"),
+        _gpu("GB300-288GB", 276.5, (10, 3), 72, 4, OOM + "276.50"),
     )
 }
 
