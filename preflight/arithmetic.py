@@ -66,6 +66,10 @@ def microbatches_fit(plan: Plan) -> bool:
     return group_fits(count, plan.microbatch_group_size or plan.pp, plan.pp)
 
 
+def virtual_stages_have_pipeline(plan: Plan) -> bool:
+    return plan.vpp is None or plan.pp > 1
+
+
 def layers_divide(plan: Plan) -> bool:
     return plan.num_layers is None or layers.chunks(plan) is not None
 
@@ -79,6 +83,7 @@ def consistent(plan: Plan) -> bool:
         groups_divide,
         batch_divides,
         microbatches_fit,
+        virtual_stages_have_pipeline,
         layers_divide,
     )
     return all(check(plan) for check in checks)

@@ -16,6 +16,9 @@ from mtlaunch.preflight.plan import Plan
 RECIPES = "Megatron-Bridge perf_recipes (067f987df03b), env_vars"
 FOUNDING = "NVIDIA skill nemo-mbridge-perf-memory-tuning"
 
+# where a user's own setting stands in the job file, by layer
+LAYER_WORDS = {"job": "env", "setup": "setup", "site": "cluster.env"}
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -229,7 +232,7 @@ def policy_block(plan: Plan) -> list[Variable]:
             reason = f"merged into {alloc_conf.NAME}: {computed.reason}"
             block.append(Variable(name, None, reason, computed.source, own[1], None))
         elif own is not None:
-            reason = f"set by {_layer_words(own[1])}"
+            reason = f"set by {LAYER_WORDS[own[1]]}"
             if own[0] != computed.value:
                 shown = "leave it unset" if computed.value is None else f"set {computed.value}"
                 reason += f"; mtlaunch would {shown}: {computed.reason}"
@@ -248,16 +251,12 @@ def _allocator_variable(plan: Plan, computed: Computed) -> Variable:
         reason, source = computed.reason, computed.source
         return Variable(alloc_conf.NAME, value, reason, source, computed.layer)
     _, layer, name = own
-    reason = f"set by {_layer_words(layer)}"
+    reason = f"set by {LAYER_WORDS[layer]}"
     if name == alloc_conf.NEW_NAME or own_setting(plan, alloc_conf.NEW_NAME):
         reason += f", {alloc_conf.NEW_NAME} merged into it"
     if value != computed.value:
         reason += f"; {computed.reason}"
     return Variable(alloc_conf.NAME, value, reason, computed.source, layer, computed.value)
-
-
-def _layer_words(layer: str) -> str:
-    return {"job": "env:", "setup": "setup:", "site": "cluster.env"}[layer]
 
 
 def own_block(plan: Plan) -> list[Variable]:
@@ -267,7 +266,7 @@ def own_block(plan: Plan) -> list[Variable]:
         for name, value in mapping.items():
             merged[name] = (value, layer)
     return [
-        Variable(name, value, f"set by {_layer_words(layer)}", "", layer)
+        Variable(name, value, f"set by {LAYER_WORDS[layer]}", "", layer)
         for name, (value, layer) in merged.items()
         if name not in _POLICIES
     ]

@@ -327,7 +327,7 @@ class _Resolver:
             num_experts=experts,
             mtp_num_layers=self.integer("mtp-num-layers"),
             seq_length=self.integer("seq-length", 1),
-            micro_batch_size=self.integer("micro-batch-size"),
+            micro_batch_size=self.integer("micro-batch-size", 1),
             global_batch_size=self.integer("global-batch-size", 1),
             bf16=self.flag("bf16"),
             fp16=self.flag("fp16"),
@@ -364,6 +364,7 @@ class _Resolver:
             spellings=dict(self.spellings),
         )
         if self.problems:
+            self.problems = list(dict.fromkeys(self.problems))  # some are read twice
             self.problems.sort(key=lambda p: (p.place.line, p.place.column))
             raise JobFileError(self.problems, self.document.source)
         return plan

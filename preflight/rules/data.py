@@ -1,0 +1,70 @@
+"""Batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtlaunch.preflight.arithmetic import batch_divides
+from mtlaunch.preflight.hints import assign
+from mtlaunch.preflight.plan import Plan
+from mtlaunch.preflight.rule import Finding, rule
+
+GBS = "global-batch-size"
+MBS = "micro-batch-size"
+
+
+@rule(
+    "DAT001",
+    "global-batch-indivisible",
+    "error",
+    "megatron/core/num_microbatches_calculator.py ConstantNumMicroBatchesCalculator "
+    "(0.16.1, 0.19.2)",
+)
+def global_batch_indivisible(plan: Plan) -> Iterator[Finding]:
+    """The global batch does not split evenly over the data-parallel ranks.
+
+    What it checks
+        global-batch-size is a multiple of micro-batch-size * DP, in samples, with
+        DP = GPUs / (TP * PP * CP).
+
+    Why it fails
+        AssertionError when the microbatch calculator is built, at start-up on every rank.
+
+    Bad
+        slurm: {nodes: 4, gpus_per_node: 8}
+        entrypoint: pretrain_gpt.py
+        args:
+          num-layers: 4
+          tensor-model-parallel-size: 8
+          micro-batch-size: 2
+          global-batch-size: 516
+
+    Good
+        slurm: {nodes: 4, gpus_per_node: 8}
+        entrypoint: pretrain_gpt.py
+        args:
+          num-layers: 4
+          tensor-model-parallel-size: 8
+          micro-batch-size: 2
+          global-batch-size: 512
+
+    Stays silent
+        With decrease-batch-size-if-needed (Megatron rounds down itself), with
+        step-batch-size-schedule or, before megatron-core 0.19, rampup-batch-size, with
+        tensor-parallel-num-weight-shards (changes DP), without global-batch-size (Megatron takes
+        micro batch * DP), and where the GPUs do not divide by TP * PP * CP (PAR001).
+    """
+    if batch_divides(plan):
+        return
+    gbs, mbs, dp = plan.global_batch_size, plan.micro_batch_size, plan.dp
+    assert gbs is not None and mbs is not None and dp is not None
+    if mbs < 1:
+        return
+    step = mbs * dp
+    near = max(step, gbs // step * step)
+    yield Finding(
+        GBS,
+        f"{gbs} does not split into micro-batches of {mbs} over {dp} data-parallel ranks "
+        f"({mbs} x {dp} = {step})",
+        f"use {assign(plan, GBS, near)} or {near + step}",
+    )

@@ -1,0 +1,139 @@
+"""Slurm tasks and the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtlaunch.preflight.gpus import nearest_gpus
+from mtlaunch.preflight.hints import either
+from mtlaunch.preflight.plan import Plan
+from mtlaunch.preflight.rule import Finding, rule
+
+NTASKS = "slurm.ntasks-per-node"
+
+
+def _tasks_per_node(plan: Plan) -> int | None:
+    value = str(plan.slurm.get("ntasks-per-node", ""))
+    return int(value) if value.isdigit() else None
+
+
+@rule(
+    "SLM001",
+    "tasks-differ-from-gpus",
+    "error",
+    "Megatron-Bridge skills/nemo-mbridge-multi-node-slurm; sbatch(1) --ntasks-per-node",
+)
+def tasks_differ_from_gpus(plan: Plan) -> Iterator[Finding]:
+    """srun starts another number of tasks on a node than the node has GPUs.
+
+    What it checks
+        With `launcher: srun` a task is a rank: slurm.ntasks_per_node, when given, equals the GPUs
+        a node.
+
+    Why it fails
+        Fewer tasks leave GPUs idle and the ranks wait for the missing ones; with more, two ranks
+        meet on one GPU ("invalid device ordinal", NCCL "Duplicate GPU detected").
+
+    Bad
+        slurm: {nodes: 2, gpus_per_node: 8, ntasks_per_node: 1}
+        launcher: srun
+        entrypoint: train.py
+
+    Good
+        slurm: {nodes: 2, gpus_per_node: 8, ntasks_per_node: 8}
+        launcher: srun
+        entrypoint: train.py
+
+    Stays silent
+        Without ntasks_per_node (mtlaunch sets it), with `launcher: torchrun` (SLM002), and for a
+        job without GPUs.
+    """
+    tasks = _tasks_per_node(plan)
+    if plan.launcher != "srun" or None in (tasks, plan.gpus_per_node):
+        return
+    if tasks == plan.gpus_per_node:
+        return
+    fixes = f"use ntasks_per_node: {plan.gpus_per_node}, or leave it out: mtlaunch sets it"
+    if tasks == 1:
+        fixes += "; one task a node is launcher: torchrun"
+    yield Finding(
+        NTASKS,
+        f"{tasks} task{'' if tasks == 1 else 's'} a node for {plan.gpus_per_node} GPUs: launcher "
+        "srun runs one task a GPU",
+        fixes,
+    )
+
+
+@rule(
+    "SLM002",
+    "torchrun-with-several-tasks",
+    "error",
+    "Megatron-Bridge skills/nemo-mbridge-multi-node-slurm",
+)
+def torchrun_with_several_tasks(plan: Plan) -> Iterator[Finding]:
+    """torchrun is started more than once on a node.
+
+    What it checks
+        With `launcher: torchrun` slurm.ntasks_per_node, when given, is 1: torchrun starts the
+        node's ranks itself.
+
+    Why it fails
+        Every task starts a torchrun, which starts all ranks of the node: the second one ends with
+        EADDRINUSE, or N x N processes share N GPUs.
+
+    Bad
+        slurm: {nodes: 2, gpus_per_node: 8, ntasks_per_node: 8}
+        launcher: torchrun
+        entrypoint: train.py
+
+    Good
+        slurm: {nodes: 2, gpus_per_node: 8, ntasks_per_node: 1}
+        launcher: torchrun
+        entrypoint: train.py
+
+    Stays silent
+        Without ntasks_per_node, and with `launcher: srun` (SLM001).
+    """
+    tasks = _tasks_per_node(plan)
+    if plan.launcher != "torchrun" or tasks is None or tasks == 1:
+        return
+    yield Finding(
+        NTASKS,
+        f"{tasks} tasks a node would start torchrun {tasks} times there; it must run once",
+        "use ntasks_per_node: 1, or leave it out: mtlaunch sets it; one task a GPU is "
+        "launcher: srun",
+    )
+
+
+@rule("SLM003", "gpu-unknown", "warning", "mtlaunch's GPU table")
+def gpu_unknown(plan: Plan) -> Iterator[Finding]:
+    """The GPU is not in the table.
+
+    What it checks
+        cluster.gpu is a name of the GPU table (MODEL-SIZE, for example H100-80GB).
+
+    Why it fails
+        It does not fail: memory and compute capability of the GPU are not known, so `fits` is
+        unknown and the rules that depend on the generation stay silent.
+
+    Bad
+        slurm: {nodes: 1, gpus_per_node: 8}
+        cluster: {gpu: H100-80G}
+        entrypoint: train.py
+
+    Good
+        slurm: {nodes: 1, gpus_per_node: 8}
+        cluster: {gpu: H100-80GB}
+        entrypoint: train.py
+
+    Stays silent
+        Without cluster.gpu.
+    """
+    if plan.gpu_name is None or plan.gpu is not None:
+        return
+    yield Finding(
+        "cluster.gpu",
+        f"unknown GPU '{plan.gpu_name}': whether the job fits and what its generation needs "
+        "are not checked",
+        f"use cluster.gpu: {either(nearest_gpus(plan.gpu_name))}",
+    )
