@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +178,15 @@ def _queue(run: RunDir, plan: Plan, executor: str) -> str:
             raise SubmissionError(states.EXIT_SCHEDULER, f"sbatch refused: {error}") from error
     submitted = {"executor": executor, "job_id": job_id, "submitted_s": time.time()}
     # The job is queued: from here on nothing may lose its id.
-    for keep in (
-        lambda: write_json(run.path / "submission.json", submitted),
-        lambda: rundir.link_job_id(run, job_id),
-        lambda: rundir.remember(run, plan.name, job_id, executor),
+    for keep, words in (
+        (partial(write_json, run.path / "submission.json", submitted), "submission.json"),
+        (partial(rundir.link_job_id, run, job_id), "the link of its id"),
+        (partial(rundir.remember, run, plan.name, job_id, executor), "the index"),
     ):
         try:
             keep()
         except OSError as error:
-            say(f"warning: job {job_id} is queued, but {error}")
+            say(f"warning: job {job_id} is queued, but {words} could not be written: {error}")
     return job_id
 
 

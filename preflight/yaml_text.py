@@ -156,6 +156,7 @@ def _construct(node: yaml.Node, path: Path, document: Document, problems: list[P
             _construct(item, (*path, index), document, problems)
             for index, item in enumerate(node.value)
         ]
+    assert isinstance(node, yaml.ScalarNode)
     if node.style:  # quoted or a block: text
         return node.value
     if not node.tag.startswith("tag:yaml.org,2002:"):
@@ -202,6 +203,7 @@ def _mapping(
             continue
         if not merged:
             own[name] = place
-        document.keys[(*path, name)] = place
-        data[name] = _construct(value, (*path, name), document, problems)
+        inner: Path = (*path, name)
+        document.keys[inner] = place
+        data[name] = _construct(value, inner, document, problems)
     return data
