@@ -43,9 +43,11 @@ def _synchronize() -> None:
     """Checkpoints wait for copies off the GPU; on a CPU there are none.
 
     core/dist_checkpointing/strategies/filesystem_async.py:230,
-    core/distributed/distributed_data_parallel.py:588,611.
+    core/distributed/distributed_data_parallel.py:588,611. With 0.19.2 gradients also wait on the
+    stream of a CUDA graph's replay, core/distributed/param_and_grad_buffer.py:632; there is none.
     """
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]
 
 
 class _TorchOnCPU:
