@@ -264,7 +264,9 @@ def render(file: str, assignments: tuple[str, ...], template_dir: Path | None) -
 @cli.command()
 @click.argument("rule_id", metavar="ID")
 def explain(rule_id: str) -> None:
-    """Print the page of a rule: what it checks, why it fails, bad, good.
+    """Print the page of a rule.
+
+    What it checks, why it fails, a bad and a good example.
 
     \b
     mtlaunch explain PIP001
@@ -325,7 +327,10 @@ def schema() -> None:
 @cli.command()
 @format_option
 def doctor(format_: str) -> None:
-    """Say what this machine has: Slurm, GPUs, packages, variables that submission strips."""
+    """Say what this machine has.
+
+    Slurm, GPUs, packages, and the variables of this shell that submission strips.
+    """
     from mtlaunch.launcher.doctor import examine
 
     facts = examine()
@@ -408,7 +413,9 @@ def _run_or_exit(reference: str) -> RunDir:
 @format_option
 @click.option("--all", "all_ranks", is_flag=True, help="Every rank, however many.")
 def report(reference: str, format_: str, all_ranks: bool) -> None:
-    """Report a run: every rank's peak memory and end, the estimate, the diagnosis.
+    """Report every rank's peak memory and end.
+
+    Beside the estimate, with a diagnosis when the job failed.
 
     RUN is a job id, a name, or a run directory. Rebuilt from the records each time.
     """

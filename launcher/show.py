@@ -147,27 +147,29 @@ def estimate(printer: Printer, content: Mapping[str, Any]) -> None:
     """A row a pipeline rank, the components of the worst below."""
     gpu = content["gpu"]
     parallel = " ".join(f"{k.upper()}{v}" for k, v in content["parallel"].items() if v)
-    printer.line(f"{content['world_size']} ranks, {parallel}")
+    name = gpu["name"] if gpu else "GPU not named"
+    printer.line(f"{content['world_size']} ranks, {parallel}, {name}")
     capacity = gpu["capacity_bytes"] if gpu else None
+    worst = content["ranks"][content["worst_pipeline_rank"]]
+    unit, size = ("GiB", GIB) if worst["device_bytes"] >= GIB else ("MiB", 2**20)
     rows = []
     for rank in content["ranks"]:
         share = rank["device_bytes"] / capacity if capacity else 0.0
-        mark = " <- worst" if rank["pipeline_rank"] == content["worst_pipeline_rank"] else ""
+        low, high = rank["device_low_bytes"] / size, rank["device_high_bytes"] / size
+        mark = " worst" if rank is worst else ""
         rows.append(
             (
                 str(rank["pipeline_rank"]),
-                f"{rank['parameters'] / 1e9:.3f} B",
-                gib(rank["steady_bytes"]),
-                gib(rank["peak_bytes"]),
-                gib(rank["device_bytes"]),
-                f"{gib(rank['device_low_bytes'])} - {gib(rank['device_high_bytes'])}",
-                (bar(share) + f" {share:4.0%}" if capacity else "") + mark,
+                f"{rank['parameters'] / 1e9:.3f}",
+                *(f"{rank[name] / size:.1f}" for name in ("steady_bytes", "peak_bytes")),
+                f"{rank['device_bytes'] / size:.1f}",
+                f"{low:.1f} - {high:.1f}",
+                (f"{bar(share)} {share:4.0%}" if capacity else "") + mark,
             )
         )
-    heads = ("pp rank", "parameters", "steady", "peak", "device", "interval")
-    card = f"of {gib(capacity)} ({gpu['name']})" if gpu else ""
+    heads = ("pp", "1e9 params", f"steady {unit}", "peak", "device", "low - high")
+    card = f"of {capacity / size:.1f} {unit}" if capacity else ""
     printer.table([*((head, "right") for head in heads), (card, "left")], rows)
-    worst = content["ranks"][content["worst_pipeline_rank"]]
     printer.line(f"components of pipeline rank {worst['pipeline_rank']}:")
     for name, count in sorted(worst["components"].items(), key=lambda item: -item[1]):
         if count:
@@ -178,7 +180,7 @@ def estimate(printer: Printer, content: Mapping[str, Any]) -> None:
             printer.line(printer.paint(f"  {title}: {one}", "dim"))
 
 
-def bar(share: float, width: int = 20) -> str:
+def bar(share: float, width: int = 12) -> str:
     full = min(width, max(0, round(share * width)))
     return "█" * full + "░" * (width - full)
 
