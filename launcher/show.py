@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from mtlaunch.preflight.verdict import Verdict
 
 GIB = 2**30
+
+# Components below this share of a rank's total are left to --format json.
+_SHOWN_SHARE = 0.001
+
 _COLOURS = {"error": "31;1", "warning": "33;1", "info": "36", "ok": "32;1", "dim": "2", "bold": "1"}
 
 
@@ -42,7 +46,7 @@ class Printer:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for heading, side in columns:
             table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=True)
         for row in rows:
@@ -160,19 +164,19 @@ def estimate(printer: Printer, content: Mapping[str, Any]) -> None:
         rows.append(
             (
                 str(rank["pipeline_rank"]),
-                f"{rank['parameters'] / 1e9:.3f}",
+                f"{rank['parameters'] / 1e6:,.1f}",
                 *(f"{rank[name] / size:.1f}" for name in ("steady_bytes", "peak_bytes")),
                 f"{rank['device_bytes'] / size:.1f}",
                 f"{low:.1f} - {high:.1f}",
                 (f"{bar(share)} {share:4.0%}" if capacity else "") + mark,
             )
         )
-    heads = ("pp", "1e9 params", f"steady {unit}", "peak", "device", "low - high")
+    heads = ("pp", "1e6 params", f"steady {unit}", "peak", "device", "low - high")
     card = f"of {capacity / size:.1f} {unit}" if capacity else ""
     printer.table([*((head, "right") for head in heads), (card, "left")], rows)
     printer.line(f"components of pipeline rank {worst['pipeline_rank']}:")
     for name, count in sorted(worst["components"].items(), key=lambda item: -item[1]):
-        if count:
+        if count >= _SHOWN_SHARE * worst["device_bytes"]:
             printer.line(f"  {gib(count):>10}  {name.replace('_', ' ')}")
     printer.line(f"fits: {content['fits']}")
     for title, key in (("assumed", "assumptions"), ("not modelled", "not_modelled")):
@@ -180,7 +184,7 @@ def estimate(printer: Printer, content: Mapping[str, Any]) -> None:
             printer.line(printer.paint(f"  {title}: {one}", "dim"))
 
 
-def bar(share: float, width: int = 12) -> str:
+def bar(share: float, width: int = 10) -> str:
     full = min(width, max(0, round(share * width)))
     return "█" * full + "░" * (width - full)
 
