@@ -22,6 +22,9 @@ from mtlaunch.launcher.states import JobState
 
 _START_TIMEOUT_S = 20
 
+# Seconds between TERM and KILL: KillWait's default in slurm.conf.
+KILL_WAIT_S = 30
+
 
 class LocalError(RuntimeError):
     """The job cannot run on this machine, or its supervisor did not start."""
@@ -35,9 +38,10 @@ def submit(run: RunDir, nodes: int) -> str:
             "submit where Slurm answers"
         )
     number = 1_000_000 + randbelow(9_000_000)
+    words = [sys.executable, "-m", "mtlaunch.launcher.local_job", str(run.path), str(number)]
     with (run.path / "logs" / "supervisor.log").open("ab") as log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "mtlaunch.launcher.local_job", str(run.path), str(number)],
+            [*words, str(KILL_WAIT_S)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -52,8 +56,9 @@ def submit(run: RunDir, nodes: int) -> str:
         if supervisor.poll() is not None:
             break
         time.sleep(0.02)
-    words = (run.path / "logs" / "supervisor.log").read_text()[-2000:]
-    raise LocalError(f"the supervisor did not start: {words.strip()}")
+    supervisor.kill()
+    said = (run.path / "logs" / "supervisor.log").read_text(errors="replace")[-2000:]
+    raise LocalError(f"the supervisor did not start: {said.strip() or 'it said nothing'}")
 
 
 def job_state(run: RunDir) -> JobState:

@@ -1,4 +1,4 @@
-"""`python -m mtlaunch.launcher.local_job RUN_DIR NUMBER`: supervises one local job.
+"""`python -m mtlaunch.launcher.local_job RUN_DIR NUMBER KILL_WAIT_S`: supervises one local job.
 
 Does what slurmctld and slurmd do for the script: SLURM_* variables, the log, the warning signal,
 the time limit, and TERM to the ranks and the script, then KILL after KillWait.
@@ -6,7 +6,6 @@ the time limit, and TERM to the ranks and the script, then KILL after KillWait.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shlex
@@ -18,15 +17,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mtlaunch.launcher.processes import descendants, send, start_ticks
+from mtlaunch.launcher.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    send,
+    start_ticks,
+)
 from mtlaunch.launcher.runner.report import read_json, write_json
 
-# slurm.conf, KillWait: default
-KILL_WAIT_S = 30
 _POLL_S = 0.1
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: orphans of the job stay findable as our children
 
-_SHIM = '#!/bin/sh\nexec {python} -m {module} "$@"\n'
+# A stand-in for a Slurm command. Modules of the job's working directory, a `queue.py` perhaps, must
+# not come before Python's own, as they would with `python -m`.
+_SHIM = """#!/bin/sh
+exec {python} -c 'import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+from mtlaunch.launcher.{module} import main
+sys.exit(main(sys.argv[1:]))' {options}"$@"
+"""
 
 
 def directives(script: str) -> dict[str, str]:
@@ -36,7 +45,7 @@ def directives(script: str) -> dict[str, str]:
     {'time': '01:00:00', 'job-name': 'a b'}
     """
     found = {}
-    for line in script.splitlines():
+    for line in script.split("\n"):  # not splitlines: a value may hold U+2028 and its like
         if line.startswith("#SBATCH --"):
             option, _, value = line.removeprefix("#SBATCH --").partition("=")
             found[option.strip()] = "".join(shlex.split(value, comments=True)) if value else ""
@@ -76,14 +85,15 @@ def _free_port() -> int:
 class Supervisor:
     """Runs the script of one run directory to its end."""
 
-    def __init__(self, run_dir: Path, number: int) -> None:
-        self.run_dir, self.number = run_dir, number
-        self.options = directives((run_dir / "job.sbatch").read_text())
+    def __init__(self, run_dir: Path, number: int, kill_wait_s: float) -> None:
+        self.run_dir, self.number, self.kill_wait_s = run_dir, number, kill_wait_s
+        self.options = directives((run_dir / "job.sbatch").read_text(encoding="utf-8"))
         self.ending: str | None = None  # CANCELLED or TIMEOUT, once asked
+        self.ranks_told = False
         self.kill_at: float | None = None
 
     def run(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()  # what the job leaves behind stays findable as our child
         signal.signal(signal.SIGTERM, lambda number, frame: self.end("CANCELLED"))
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -104,7 +114,7 @@ class Supervisor:
                 cwd=self.run_dir,
                 env=self.environment(),
                 restore_signals=True,
-                preexec_fn=_default_signals,
+                preexec_fn=_as_batch_script,
             )
         write_json(self.run_dir / "local.json", state)
         code = self.wait()
@@ -122,9 +132,9 @@ class Supervisor:
         """The submit environment with the variables that the script reads of Slurm."""
         tools = self.run_dir / "local" / "bin"
         tools.mkdir(parents=True, exist_ok=True)
-        for tool in ("srun", "scancel"):
+        for tool, options in (("srun", f"--kill-wait={self.kill_wait_s} "), ("scancel", "")):
             shim = _SHIM.format(
-                python=shlex.quote(sys.executable), module=f"mtlaunch.launcher.local_{tool}"
+                python=shlex.quote(sys.executable), module=f"local_{tool}", options=options
             )
             (tools / tool).write_text(shim)
             (tools / tool).chmod(0o755)
@@ -167,6 +177,8 @@ class Supervisor:
                     send([self.script.pid], getattr(signal, f"SIG{warning[1]}", signal.SIGUSR1))
                 if now - started >= limit_s and self.ending is None:
                     self.end("TIMEOUT")
+            if self.ending is not None:
+                self.tell_ranks()
             if self.kill_at is not None and now >= self.kill_at:
                 send([self.script.pid, *descendants(os.getpid())], signal.SIGKILL)
 
@@ -174,8 +186,16 @@ class Supervisor:
         """TERM to the ranks and the script, as scancel and the time limit do; KILL later."""
         if self.ending is None:
             self.ending = state
-            self.kill_at = time.monotonic() + KILL_WAIT_S
-            send([*step_processes(self.run_dir / "local"), self.script.pid], signal.SIGTERM)
+            self.kill_at = time.monotonic() + self.kill_wait_s
+            self.tell_ranks()
+            send([self.script.pid], signal.SIGTERM)
+
+    def tell_ranks(self) -> None:
+        """TERM to the ranks once, as soon as there are any: the end may come while they start."""
+        if not self.ranks_told:
+            ranks = step_processes(self.run_dir / "local")
+            self.ranks_told = bool(ranks)
+            send(ranks, signal.SIGTERM)
 
 
 def step_processes(local_dir: Path) -> list[int]:
@@ -186,10 +206,12 @@ def step_processes(local_dir: Path) -> list[int]:
     return descendants(step["pid"])
 
 
-def _default_signals() -> None:
+def _as_batch_script() -> None:
+    """Between fork and exec. Without its supervisor nothing of a job may go on unseen."""
+    die_with_parent()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
-    Supervisor(Path(sys.argv[1]), int(sys.argv[2])).run()
+    Supervisor(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])).run()

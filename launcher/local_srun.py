@@ -15,8 +15,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from mtlaunch.launcher.local_job import KILL_WAIT_S
-from mtlaunch.launcher.processes import descendants, send, start_ticks
+from mtlaunch.launcher.processes import descendants, die_with_parent, send, start_ticks
 from mtlaunch.launcher.runner.report import write_json
 
 _OUTPUT = threading.Lock()
@@ -56,6 +55,7 @@ def main(arguments: list[str]) -> int:
     if not command:
         print("srun (local): no command", file=sys.stderr)
         return 1
+    die_with_parent()
     # A handler, not SIG_IGN, which the tasks would inherit.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     tasks = int(options.get("ntasks") or os.environ.get("SLURM_NTASKS", "1"))
@@ -70,6 +70,7 @@ def main(arguments: list[str]) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=task_environment(task, tasks),
+            preexec_fn=die_with_parent,
         )
         running[task] = process
         label = f"{task:>{width}}: ".encode() if "label" in options else b""
@@ -80,13 +81,15 @@ def main(arguments: list[str]) -> int:
     pid = os.getpid()
     step = {"pid": pid, "start_ticks": start_ticks(pid)}
     write_json(Path(os.environ["MTLAUNCH_LOCAL_DIR"]) / "step.json", step)
-    code = wait_for(running, options.get("kill-on-bad-exit", "0") != "0")
+    kill_on_bad_exit = options.get("kill-on-bad-exit", "0") != "0"
+    code = wait_for(running, float(options["kill-wait"]) if kill_on_bad_exit else None)
     for copier in copiers:
         copier.join(timeout=5)  # a process that a rank left behind may hold its pipe
     return code
 
 
-def wait_for(running: dict[int, subprocess.Popen[bytes]], kill_on_bad_exit: bool) -> int:
+def wait_for(running: dict[int, subprocess.Popen[bytes]], kill_wait_s: float | None) -> int:
+    """The highest exit code; with `kill_wait_s`, a task that fails ends the others."""
     highest = 0
     kill_at: float | None = None
     while running:
@@ -99,8 +102,8 @@ def wait_for(running: dict[int, subprocess.Popen[bytes]], kill_on_bad_exit: bool
                 how = f"Exited with exit code {code}" if code > 0 else signal.strsignal(-code)
                 print(f"srun: error: task {task}: {how}", file=sys.stderr, flush=True)
             highest = max(highest, code if code >= 0 else 128 - code)
-            if code and kill_on_bad_exit and kill_at is None and running:
-                kill_at = time.monotonic() + KILL_WAIT_S
+            if code and kill_wait_s is not None and kill_at is None and running:
+                kill_at = time.monotonic() + kill_wait_s
                 for other in running.values():
                     send([other.pid, *descendants(other.pid)], signal.SIGTERM)
         if kill_at is not None and time.monotonic() >= kill_at:

@@ -1,15 +1,24 @@
-"""Process trees by /proc, for the local executor."""
+"""Process trees by /proc and prctl, for the local executor."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from pathlib import Path
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it would be too late
 
 
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/PID/stat after the name, so that index 0 is the state (proc(5) field 3)."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        # the name may be bytes of any kind, or end in the middle of a character
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     return text.rpartition(")")[2].split()
@@ -49,3 +58,13 @@ def send(pids: list[int], number: int) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             pass
+
+
+def adopt_orphans() -> None:
+    """Have processes whose parents are gone come to this one instead of to init."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have this process, and what it becomes by exec, killed when its parent is."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

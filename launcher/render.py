@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ EXIT_NEAR_LIMIT = 85
 SIGNAL_MARGIN_S = 60
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_LINE_BREAKS = re.compile(r"[\n\r\0]")
 
 
 class RenderError(ValueError):
@@ -39,7 +42,7 @@ def sbatch_value(value: Any) -> str:
     ('"my job"', '04:00:00')
     """
     text = str(value)
-    if "\n" in text:
+    if _LINE_BREAKS.search(text):
         raise RenderError(f"a line break cannot stand in an #SBATCH line: {text!r}")
     if _PLAIN.fullmatch(text):
         return text
@@ -52,8 +55,8 @@ def sbatch_value(value: Any) -> str:
 
 def quoted(value: Any) -> str:
     text = str(value)
-    if "\n" in text or "\0" in text:
-        raise RenderError(f"a line break cannot be carried to the ranks: {text!r}")
+    if _LINE_BREAKS.search(text):
+        raise RenderError(f"a line break cannot stand in the job script: {text!r}")
     return shlex.quote(text)
 
 
@@ -88,6 +91,11 @@ def sbatch_options(plan: Plan, run_dir: str) -> list[tuple[str, str | None]]:
     own: dict[str, str | None] = {
         option: None if value is True else str(value) for option, value in plan.slurm.items()
     }
+    for option, value in own.items():
+        if not _OPTION.fullmatch(option):
+            raise RenderError(f"slurm.{option!r} is not the name of an sbatch option")
+        if value is not None and _LINE_BREAKS.search(value):
+            raise RenderError(f"slurm.{option}: a line break cannot be rendered: {value!r}")
     own.setdefault("nodes", str(plan.nodes))
     own["ntasks-per-node"] = str(tasks_per_node(plan))
     if "signal" not in own and "checkpoint_seconds" in plan.facts:
@@ -114,6 +122,11 @@ def render(
     if plan.container is not None:
         raise RenderError("container: is checked but not yet rendered by this version")
     block = environment.block(plan)
+    for variable in block:
+        if variable.value is not None and _LINE_BREAKS.search(variable.value):
+            raise RenderError(
+                f"env.{variable.name}: a line break cannot be rendered: {variable.value!r}"
+            )
     per_node = tasks_per_node(plan)
     values = {
         "plan": plan,
@@ -131,7 +144,20 @@ def render(
     }
     try:
         text = environment_for(template_dir).get_template(TEMPLATE).render(values)
-    except jinja2.TemplateError as error:
-        name = getattr(error, "filename", None) or getattr(error, "name", None) or TEMPLATE
-        raise RenderError(f"template {name}: {error}") from error
+    except RenderError:
+        raise
+    except Exception as error:  # whatever a template does wrong
+        raise _template_error(error) from error
     return text.replace("\r\n", "\n")
+
+
+def _template_error(error: Exception) -> RenderError:
+    """What a template got wrong, and where: Jinja puts the template's frames into the traceback."""
+    if isinstance(error, jinja2.TemplateNotFound):
+        return RenderError(f"template {error.name}: not found")
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return RenderError(f"template {error.filename or error.name}:{error.lineno}: {error}")
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if not frame.filename.endswith(".py")]
+    where = f"{ours[-1].filename}:{ours[-1].lineno}" if ours else TEMPLATE
+    return RenderError(f"template {where}: {error}")

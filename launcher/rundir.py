@@ -104,10 +104,10 @@ def create(
         write_json(path / "payload" / "launch.json", launch_content(plan, ignored_rules))
         if estimate is not None:
             write_json(path / "estimate.json", estimate)
-        (path / "job.yaml").write_text(job_yaml)
-        (path / "job.sbatch").write_text(script)
+        (path / "job.yaml").write_text(job_yaml, encoding="utf-8")
+        (path / "job.sbatch").write_text(script, encoding="utf-8")
         (path / "job.sbatch").chmod(0o755)
-    except OSError:
+    except BaseException:
         remove(path)
         raise
     return RunDir(path)
@@ -128,6 +128,8 @@ def _copy_payload(target: Path) -> None:
     from mtlaunch import kernels, launcher
 
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+    # A package of its own: it comes before every installed mtlaunch, as a namespace it would not.
+    (target / "__init__.py").write_text('"""What the ranks of this job import."""\n')
     source = Path(str(launcher.__file__)).parent
     shutil.copytree(source / "runner", target / "launcher" / "runner", ignore=ignore)
     for name in ("__init__.py", "version.py"):

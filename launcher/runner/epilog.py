@@ -13,7 +13,7 @@ def main(event: str, run_dir: Path, exit_code: int) -> None:
     from mtlaunch.launcher.runner.report import build, read_json, write_json
 
     path = run_dir / "status.json"
-    status = {
+    status: dict[str, object] = {
         "schema": "mtlaunch.status/1",
         "job_id": os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID"),
         "attempt": int(os.environ.get("SLURM_RESTART_COUNT") or 0),

@@ -65,7 +65,7 @@ def environment_differences(expected: dict[str, str | None], environ: dict[str, 
             differences.append(f"{name} should be unset and is {_shown(arrived)}")
         elif value is not None and arrived is None:
             differences.append(f"{name} should be {_shown(value)} and is not set")
-        elif value is not None and arrived != value:
+        elif value is not None and arrived is not None and arrived != value:
             differences.append(f"{name} should be {_shown(value)} and is {_shown(arrived)}")
     return differences
 
@@ -166,7 +166,7 @@ def _run_user_script(launch: dict[str, Any], recorder: Recorder) -> int | str | 
             runpy.run_module(launch["entrypoint"], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(launch["entrypoint"]).resolve().parent)
-            _run_file(os.path.abspath(launch["entrypoint"]))
+            _run_file(os.path.join(os.getcwd(), launch["entrypoint"]))
     except SystemExit as end:
         return end.code
     except BaseException as error:

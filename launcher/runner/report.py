@@ -19,6 +19,9 @@ from mtlaunch.launcher.runner.record import RankRecord, read_file
 
 SCHEMA = "mtlaunch.report/1"
 
+# States that a job gets without a fault of a rank; squeue(1), JOB STATE CODES.
+_ENDED_FROM_OUTSIDE = {"CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "TIMEOUT"}
+
 # Report keys of a rank: contract, DESIGN section 4.
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 
@@ -82,7 +85,7 @@ def build(run_dir: Path, job: Mapping[str, Any] | None = None) -> dict[str, Any]
     ranks.sort(key=lambda row: row["rank"])
     known = {key: value for key, value in (job or {}).items() if value is not None}
     job = {**_job(launch, status, current), **known}
-    first = _first_failure(ranks)
+    first = _first_failure(ranks, str(job.get("state")))
     return {
         "schema": SCHEMA,
         "job": job,
@@ -169,11 +172,11 @@ def _failed(row: Mapping[str, Any]) -> bool:
     return bool(row.get("exit_code") or row.get("signal"))
 
 
-def _first_failure(ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _first_failure(ranks: Iterable[Mapping[str, Any]], state: str) -> dict[str, Any] | None:
     """The rank that failed first. TERM is what the others get when Slurm ends the step."""
     failed = [row for row in ranks if _failed(row)]
     own = [row for row in failed if row.get("signal") != signal.SIGTERM]
-    candidates = own or failed
+    candidates = own or ([] if state in _ENDED_FROM_OUTSIDE else failed)
     if not candidates:
         return None
     row = min(candidates, key=lambda one: (one.get("ended_s") or float("inf"), one["rank"]))
@@ -192,12 +195,16 @@ def _summary(
     }
     for name in (*_PEAKS, "peak_host_bytes"):
         values = sorted((row[name], row["rank"]) for row in ranks if row[name] is not None)
-        summary[name] = {
-            "min": values[0][0],
-            "median": values[len(values) // 2][0],
-            "max": values[-1][0],
-            "max_rank": values[-1][1],
-        } if values else None
+        summary[name] = (
+            {
+                "min": values[0][0],
+                "median": values[len(values) // 2][0],
+                "max": values[-1][0],
+                "max_rank": values[-1][1],
+            }
+            if values
+            else None
+        )
     modules = [record.process["modules"] for record in records if record.process.get("modules")]
     summary["modules"] = modules[0] if modules else None
     return summary
