@@ -34,7 +34,6 @@ def groups_divide(plan: Plan) -> bool:
 def batch_is_fixed(plan: Plan) -> bool:
     """Whether global batch and data-parallel size are what the arguments say all along."""
     changing = (
-        "decrease-batch-size-if-needed",  # Megatron rounds down itself
         "step-batch-size-schedule",
         "tensor-parallel-num-weight-shards",  # changes the data-parallel size
     )
@@ -46,7 +45,21 @@ def batch_is_fixed(plan: Plan) -> bool:
 def batch_divides(plan: Plan) -> bool:
     if None in (plan.global_batch_size, plan.micro_batch_size, plan.dp):
         return True
-    return not batch_is_fixed(plan) or plan.num_microbatches is not None
+    if not batch_is_fixed(plan):
+        return True
+    if evaluation_takes_global_batch(plan):
+        assert plan.global_batch_size and plan.micro_batch_size and plan.dp
+        return plan.global_batch_size % (plan.micro_batch_size * plan.dp) == 0
+    return plan.num_microbatches is not None
+
+
+def evaluation_takes_global_batch(plan: Plan) -> bool:
+    """Whether validate_args wants the global batch to divide even where training rounds it down.
+
+    From 0.19 on it checks the evaluation's batch, which is the global batch when not given.
+    """
+    given = plan.args.get("eval-global-batch-size") or plan.args.get("eval-micro-batch-size")
+    return not plan.is_bridge and not plan.core_before(0, 19) and not given
 
 
 def group_fits(count: int, group: int, pp: int) -> bool:

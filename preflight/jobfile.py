@@ -11,7 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from mtlaunch.preflight.yaml_text import Document, JobFileError, Path, Place, Problem, read
 
@@ -66,9 +73,15 @@ def _version(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+# The JSON Schema lets an editor accept what is taken as typed: `megatron_core: 0.19`, `A: 1`.
+_VERSION = r"^\d+(\.\d+)*([.+\-a-z].*)?$"
 Version = Annotated[
-    str, BeforeValidator(_version), Field(pattern=r"^\d+(\.\d+)*([.+\-a-z].*)?$", examples=["0.19"])
+    str,
+    BeforeValidator(_version),
+    Field(pattern=_VERSION),
+    WithJsonSchema({"type": ["string", "number"], "pattern": _VERSION, "examples": ["0.19"]}),
 ]
+EnvValue = Annotated[str, WithJsonSchema({"type": ["string", "number", "boolean", "null"]})]
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -82,7 +95,7 @@ class Cluster(_Model):
     transformer_engine: Version | None = None
     slurm: Version | None = None
     nccl: Version | None = None
-    env: dict[EnvName, str] = Field({}, description="environment of the site, below `env`")
+    env: dict[EnvName, EnvValue] = Field({}, description="environment of the site, below `env`")
 
 
 class ModuleEntrypoint(_Model):
@@ -161,7 +174,7 @@ class JobFile(_Model):
     args: dict[str, ArgValue] = Field({}, description="the script's flags, without dashes")
     extra_args: list[str] = Field([], description="passed on unread")
     lora: Lora | None = None
-    env: dict[EnvName, str] = Field({}, description="wins over the computed block")
+    env: dict[EnvName, EnvValue] = Field({}, description="wins over the computed block")
     secrets: list[EnvName] = Field([], description="names only, from the submit shell")
     container: Container | None = None
     facts: Facts = Facts()

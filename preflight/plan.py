@@ -199,13 +199,18 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int | None:
-        """Microbatches a step; without a global batch Megatron takes micro batch times DP."""
+        """Microbatches a step; without a global batch Megatron takes micro batch times DP.
+
+        With decrease-batch-size-if-needed Megatron rounds the global batch down.
+        """
         if self.dp is None or self.micro_batch_size is None:
             return None
         if self.global_batch_size is None:
             return 1
         step = self.micro_batch_size * self.dp
-        return None if self.global_batch_size % step else self.global_batch_size // step
+        if self.global_batch_size % step and not self.args.get("decrease-batch-size-if-needed"):
+            return None
+        return self.global_batch_size // step or None
 
     @property
     def has_megatron_arguments(self) -> bool:

@@ -1,28 +1,33 @@
-"""Random jobs, judged by the rules and by the real megatron-core 0.16.1.
+"""Random jobs, judged by the rules and by the megatron-core that is installed.
 
-Both answers must agree on every job, but for what STRICTER names.
+Both answers must agree on every job, but for what STRICTER names. Every Plan says which
+megatron-core and torch are installed, so the rules judge for the version that answers.
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 import os
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mtlaunch.preflight import layers
-from mtlaunch.preflight.plan import Plan
+from mtlaunch.preflight.plan import Plan, parse_version
 from mtlaunch.preflight.rule import run_rules
 
 pytestmark = pytest.mark.train
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
+core = pytest.importorskip("megatron.core")
+
+CORE, TORCH = core.__version__, torch.__version__.split("+")[0]
+CORE_VERSION = parse_version(CORE)
 
 JOBS = int(os.environ.get("MTLAUNCH_ORACLE_JOBS", "400"))
 SEED = int(os.environ.get("MTLAUNCH_SEED", "1"))
@@ -112,65 +117,41 @@ def as_args(job: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in args.items() if value is not None}
 
 
-class Refused(Exception):
-    pass
+@pytest.fixture
+def plan(plan: Any) -> Callable[..., Plan]:
+    """Plans for the versions that are installed, unless a test names others."""
+
+    def make(args: Any = None, cluster: Any = None, **job: Any) -> Plan:
+        return plan(args, cluster={"megatron_core": CORE, "torch": TORCH, **(cluster or {})}, **job)
+
+    return make
 
 
-def initialize_parallel_state(world: int, **sizes: Any) -> None:
-    """Megatron's process groups over a fake process group, made and taken down again."""
-    from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+Build = Callable[[dict[str, Any]], list[list[int]]]
 
 
-def megatron_builds(job: dict[str, Any]) -> list[list[int]]:
-    """Decoder layers by rank and virtual stage, as megatron-core builds them; Refused otherwise."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+@pytest.fixture
+def megatron_builds(refused: Any, built_layers: Any, initialize_parallel_state: Any) -> Build:
+    """Decoder layers by rank and virtual stage, as megatron-core builds them; or Refused."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    try:
-        config = TransformerConfig(
-            hidden_size=64,
-            num_attention_heads=8,
-            pipeline_dtype=torch.bfloat16,
-            **as_args(job),
-        )
-    except (ValueError, AssertionError) as error:
-        raise Refused(str(error)) from error
-    virtual = config.virtual_pipeline_model_parallel_size
-    if job["pp"] == 1 and virtual is not None:
+    def build(job: dict[str, Any]) -> list[list[int]]:
         try:
-            initialize_parallel_state(1, virtual_pipeline_model_parallel_size=virtual)
-        except RuntimeError as error:
-            raise Refused(str(error)) from error
-    built = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: virtual
-        )
-        for rank in range(job["pp"]):
-            here = functools.partial(int, rank)
-            patch.setattr(parallel_state, "get_pipeline_model_parallel_rank", here)
-            row = []
-            for stage in range(virtual or 1):
-                try:
-                    vp_stage = stage if virtual else None
-                    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=rank)
-                except AssertionError as error:
-                    raise Refused(str(error)) from error
-                row.append(max(0, count))  # range() of a negative number builds nothing
-            built.append(row)
-    total = sum(map(sum, built))
-    if total != job["num_layers"]:
-        raise Refused(f"builds {total} layers of {job['num_layers']}")
-    return built
+            config = TransformerConfig(
+                hidden_size=64,
+                num_attention_heads=8,
+                pipeline_dtype=torch.bfloat16,
+                **as_args(job),
+            )
+            virtual = config.virtual_pipeline_model_parallel_size
+            if job["pp"] == 1 and virtual is not None:
+                initialize_parallel_state(1, virtual_pipeline_model_parallel_size=virtual)
+        except (ValueError, AssertionError, RuntimeError) as error:
+            raise refused(str(error)) from error
+        built: list[list[int]] = built_layers(config)
+        return built
+
+    return build
 
 
 @pytest.fixture
@@ -190,15 +171,17 @@ def jobs() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pipeline_family_agrees_with_megatron(bridge_plan: Any) -> None:
+def test_pipeline_family_agrees_with_megatron(
+    bridge_plan: Any, megatron_builds: Build, refused: Any
+) -> None:
     wrong, counts = [], Counter[str]()
     for job in jobs():
         plan = bridge_plan(job)
         found = list(run_rules(plan, select=("PIP", "PAR")))
         try:
             built, reason = megatron_builds(job), ""
-        except Refused as refused:
-            built, reason = [], str(refused)
+        except refused as error:
+            built, reason = [], str(error)
         counts[f"{'refused' if reason else 'taken'} by Megatron"] += 1
         counts.update({finding.id for finding in found})
         if len(found) > 1:
@@ -222,7 +205,9 @@ def test_pipeline_family_agrees_with_megatron(bridge_plan: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_hints_of_stage_sizes_are_taken_by_megatron(bridge_plan: Any) -> None:
+def test_hints_of_stage_sizes_are_taken_by_megatron(
+    bridge_plan: Any, megatron_builds: Build
+) -> None:
     """What a finding proposes for the stages passes Megatron as well as the rules."""
     tried = 0
     for job in jobs():
@@ -267,7 +252,9 @@ def test_heads_and_groups_agree_with_megatron(plan: Any) -> None:
 # -- the world and its grids -------------------------------------------------------------------
 
 
-def test_world_and_expert_grid_agree_with_parallel_state(plan: Any) -> None:
+def test_world_and_expert_grid_agree_with_parallel_state(
+    plan: Any, initialize_parallel_state: Any
+) -> None:
     rng = random.Random(SEED)
     answers = Counter[bool]()
     for _ in range(60):
@@ -296,30 +283,9 @@ def test_world_and_expert_grid_agree_with_parallel_state(plan: Any) -> None:
 # -- batch and the interleaved schedule --------------------------------------------------------
 
 
-def interleaving_guard() -> Callable[[int, int, int], None]:
-    """The two refusals of the interleaved schedule, lifted from its source by their text."""
-    import ast
-    import inspect
-
-    from megatron.core.pipeline_parallel import schedules
-
-    source = inspect.getsource(schedules.forward_backward_pipelining_with_interleaving)
-    [function] = ast.parse(source).body
-    assert isinstance(function, ast.FunctionDef)
-    words = ("final_microbatch_group_size", "contiguous micro-batches")
-    lifted = [node for node in function.body if any(word in ast.unparse(node) for word in words)]
-    assert len(lifted) == 3
-    code = compile(ast.Module(lifted, []), "schedules.py", "exec")
-
-    def guard(pp: int, count: int, group: int) -> None:
-        config = type("Config", (), {"microbatch_group_size_per_vp_stage": group})
-        exec(code, {"config": config, "pipeline_parallel_size": pp, "num_microbatches": count})
-
-    return guard
-
-
-def test_microbatch_groups_agree_with_the_interleaved_schedule(plan: Any) -> None:
-    guard = interleaving_guard()
+def test_microbatch_groups_agree_with_the_interleaved_schedule(
+    plan: Any, interleaving_guard: Any
+) -> None:
     base = {"num-layers": 48, "num-virtual-stages-per-pipeline-rank": 2, "micro-batch-size": 1}
     for pp in (2, 3, 4):
         for count in range(1, 14):
@@ -328,7 +294,7 @@ def test_microbatch_groups_agree_with_the_interleaved_schedule(plan: Any) -> Non
                 if group is not None:
                     args["microbatch-group-size-per-virtual-pipeline-stage"] = group
                 try:
-                    guard(pp, count, group or pp)
+                    interleaving_guard(pp, count, group or pp)
                     taken = True
                 except (ValueError, RuntimeError):
                     taken = False
@@ -389,36 +355,60 @@ ALLOCATOR_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", ALLOCATOR_VALUES)
-@pytest.mark.parametrize("user_buffers", [True, False])
+# as torch.__version__ says it: builds of a release, and of what comes before one
+TORCH_VERSIONS = ["2.6.0", "2.10.1", "2.11.0a0+eb65b36914", "2.11.0", "2.14.1"]
+
+
+def set_torch_version(patch: pytest.MonkeyPatch, version: str) -> None:
+    """Megatron's guards compare this version, not the one that is installed."""
+    from megatron.core import utils
+    from packaging.version import Version
+
+    patch.setattr(utils, "get_torch_version", lambda: Version(version))
+
+
+@pytest.mark.parametrize("torch_version", TORCH_VERSIONS)
 def test_user_buffers_agree_with_megatron(
-    plan: Any, monkeypatch: pytest.MonkeyPatch, value: str, user_buffers: bool
+    plan: Any, monkeypatch: pytest.MonkeyPatch, torch_version: str
 ) -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
-    try:
-        DistributedDataParallelConfig(nccl_ub=user_buffers)
-        taken = True
-    except ValueError:
-        taken = False
-    job = plan(
-        {"num-layers": 2, "use-nccl-ub": user_buffers},
-        env={"PYTORCH_CUDA_ALLOC_CONF": value},
-        cluster={"megatron_core": "0.16.1", "torch": torch.__version__.split("+")[0]},
-    )
-    errors = [f for f in run_rules(job, select=("ENV",)) if f.level == "error"]
-    assert (not errors) == taken
+    set_torch_version(monkeypatch, torch_version)
+    refusals = []
+    for value in ALLOCATOR_VALUES:
+        for user_buffers in (True, False):
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
+            try:
+                DistributedDataParallelConfig(nccl_ub=user_buffers)
+                taken = True
+            except ValueError:
+                taken = False
+                refusals.append(value)
+            job = plan(
+                {"num-layers": 2, "use-nccl-ub": user_buffers},
+                env={"PYTORCH_CUDA_ALLOC_CONF": value},
+                cluster={"torch": torch_version},
+            )
+            found = list(run_rules(job, select=("ENV001",)))
+            assert (not [f for f in found if f.level == "error"]) == taken, (value, user_buffers)
+            # where Megatron lets the pair pass there is a warning still
+            assert bool(found) == (user_buffers and "True" in value)
+    guarded = CORE_VERSION < (0, 18) or parse_version(torch_version) < (2, 11)
+    assert refusals == [value for value in ALLOCATOR_VALUES if guarded and "True" in value]
 
 
-def test_the_block_passes_the_user_buffer_guard(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("torch_version", [None, *TORCH_VERSIONS])
+def test_the_block_passes_the_user_buffer_guard(
+    plan: Any, monkeypatch: pytest.MonkeyPatch, torch_version: str | None
+) -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     from mtlaunch.preflight import environment
 
+    set_torch_version(monkeypatch, torch_version or "2.6.0")  # not given: the strictest there is
     for user_buffers in (True, False):
-        job = plan({"num-layers": 2, "use-nccl-ub": user_buffers})
-        value = environment.allocator_value(job)
+        args = {"num-layers": 2, "use-nccl-ub": user_buffers}
+        value = environment.allocator_value(plan(args, cluster={"torch": torch_version}))
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
         if value is not None:
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
@@ -429,57 +419,107 @@ def test_the_block_passes_the_user_buffer_guard(plan: Any, monkeypatch: pytest.M
 GPU_OF = {(8, 0): "A100-80GB", (9, 0): "H100-80GB", (10, 0): "B200-192GB"}
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("capability", GPU_OF)
-@pytest.mark.parametrize("register", [None, "0", "1", ""])
-@pytest.mark.parametrize("value", ["expandable_segments:True", "expandable_segments:False"])
-def test_local_graphs_agree_with_cuda_graph_manager(
-    plan: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    register: str | None,
-    value: str,
-) -> None:
-    """`register` None: mtlaunch's own block decides, and must pass."""
+def set_block(patch: pytest.MonkeyPatch, job: Plan) -> None:
+    """The environment that the ranks of a job get."""
+    from mtlaunch.preflight import environment
+
+    for variable in environment.block(job):
+        if variable.value is None:
+            patch.delenv(variable.name, raising=False)
+        else:
+            patch.setenv(variable.name, variable.value)
+
+
+@pytest.fixture
+def builds_graph_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
+    """Whether CudaGraphManager, which makes local graphs, starts on a GPU of a capability."""
     from megatron.core.tensor_parallel import random as tp_random
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mtlaunch.preflight import environment
-
-    env = {"PYTORCH_CUDA_ALLOC_CONF": value}
-    if register is not None:
-        env["NCCL_GRAPH_REGISTER"] = register
-    job = plan(
-        {"num-layers": 2, "cuda-graph-impl": "local"},
-        env=env,
-        cluster={"megatron_core": "0.16.1", "gpu": GPU_OF[capability]},
-    )
-    for variable in environment.block(job):
-        if variable.value is None:
-            monkeypatch.delenv(variable.name, raising=False)
-        else:
-            monkeypatch.setenv(variable.name, variable.value)
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=8, cuda_graph_impl="local"
     )
+    options: dict[str, Any] = {"need_backward": False}
+    if "pg_collection" in inspect.signature(cuda_graphs.CudaGraphManager).parameters:  # 0.19
+        options["pg_collection"] = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
+    else:
+        state = cuda_graphs.parallel_state
+        monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    for name in ("graph_pool_handle", "current_device", "Stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)  # what comes after the guard
+
+    def build(capability: tuple[int, int]) -> bool:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        try:
+            cuda_graphs.CudaGraphManager(config, **options)
+        except AssertionError as error:
+            assert "NCCL_GRAPH_REGISTER" in str(error)
+            return False
+        return True
+
     tp_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    for name in ("graph_pool_handle", "Stream", "set_stream"):  # what comes after the guard
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(
-        cuda_graphs.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1
-    )
-    try:
-        cuda_graphs.CudaGraphManager(config)
-        taken = True
-    except AssertionError as error:
-        assert "NCCL_GRAPH_REGISTER" in str(error)
-        taken = False
-    finally:
-        tp_random.initialize_rng_tracker(force_reset=True)
-    errors = [f for f in run_rules(job, select=("GRF001",)) if f.level == "error"]
-    assert (not errors) == taken
+    yield build
+    tp_random.initialize_rng_tracker(force_reset=True)
+
+
+@pytest.fixture
+def builds_te_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """Whether TECudaGraphHelper, which makes Transformer Engine's graphs, passes its guard."""
+    from megatron.core.transformer import cuda_graphs
+
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
+    options = {}
+    if "pg_collection" in inspect.signature(cuda_graphs.TECudaGraphHelper).parameters:  # 0.19
+        options["pg_collection"] = SimpleNamespace()
+
+    def build(capability: tuple[int, int]) -> bool:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        try:
+            cuda_graphs.TECudaGraphHelper(None, config, 128, 1, **options)
+        except AssertionError as error:
+            assert "NCCL_GRAPH_REGISTER" in str(error)
+            return False
+        except AttributeError as error:  # past the guard: there is no model and no whole config
+            assert "SimpleNamespace" in str(error), error
+        return True
+
+    return build
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("capability", GPU_OF)
+@pytest.mark.parametrize("register", [None, "0", "1", ""])
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_graphs_agree_with_megatron(
+    plan: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    builds_graph_manager: Callable[..., bool],
+    builds_te_graphs: Callable[..., bool],
+    capability: tuple[int, int],
+    register: str | None,
+    impl: str,
+) -> None:
+    """`register` None: mtlaunch's own block decides, and must pass."""
+    for value in ("expandable_segments:True", "expandable_segments:False"):
+        env = {"PYTORCH_CUDA_ALLOC_CONF": value}
+        if register is not None:
+            env["NCCL_GRAPH_REGISTER"] = register
+        job = plan(
+            {"num-layers": 2, "cuda-graph-impl": impl},
+            env=env,
+            cluster={"gpu": GPU_OF[capability]},
+        )
+        set_block(monkeypatch, job)
+        builds = builds_graph_manager if impl == "local" else builds_te_graphs
+        taken = builds(capability)
+        found = list(run_rules(job, select=("GRF001",)))
+        assert (not [f for f in found if f.level == "error"]) == taken
+        risky = value.endswith("True") and register in ("1", "")
+        assert bool(found) == risky
+        guarded = impl != "local" or (CORE_VERSION < (0, 19) and capability < (10, 0))
+        assert taken == (not risky or not guarded)
 
 
 @pytest.mark.parametrize(
@@ -504,7 +544,7 @@ def test_values_agree_with_pytorch(plan: Any, value: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_stricter_rules_are_really_stricter() -> None:
+def test_stricter_rules_are_really_stricter(megatron_builds: Build) -> None:
     """Each listed exception is a job that Megatron takes; otherwise it hides a disagreement."""
     base = {**dict.fromkeys(("virtual", "first", "last", "layout", "mtp")), "pp": 1}
     base |= {"for_embedding": False, "for_loss": False, "num_layers": 8}

@@ -152,7 +152,6 @@ def test_batch_message(plan: Any, found: Any) -> None:
         batch(512),
         batch(None),
         batch(516, None),
-        batch(516, **{"decrease-batch-size-if-needed": True}),
         batch(516, **{"step-batch-size-schedule": "0:8 100:16"}),
         batch(516, **{"tensor-parallel-num-weight-shards": 16}),
         {**batch(515), "tensor-model-parallel-size": 3},  # left to PAR001
@@ -160,6 +159,29 @@ def test_batch_message(plan: Any, found: Any) -> None:
 )
 def test_batch_silent(plan: Any, found: Any, args: dict[str, Any]) -> None:
     assert found(plan(args, nodes=4), "DAT") == []
+
+
+DECREASE = {"decrease-batch-size-if-needed": True}
+
+
+@pytest.mark.parametrize(
+    "gbs, more, version, fires",
+    [
+        (516, DECREASE, "0.18", False),
+        (516, DECREASE, "0.19", True),  # evaluation takes the global batch as it is
+        (512, DECREASE, "0.19", False),
+        (516, {**DECREASE, "eval-global-batch-size": 512}, "0.19", False),
+        (4, DECREASE, "0.18", True),  # not one micro-batch a rank is left
+    ],
+)
+def test_a_batch_that_megatron_rounds_down(
+    plan: Any, found: Any, gbs: int, more: dict[str, Any], version: str, fires: bool
+) -> None:
+    job = plan(batch(gbs, **more), nodes=4, cluster={"megatron_core": version})
+    findings = found(job, "DAT")
+    assert ids(findings) == ["DAT001"] * fires
+    if fires:
+        assert ("does not help" in findings[0].message) == (gbs > 8)
 
 
 def test_ramp_up_counts_from_019_on(plan: Any, found: Any) -> None:

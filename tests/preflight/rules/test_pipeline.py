@@ -255,6 +255,13 @@ def test_microbatch_groups(
         assert found(plan(interleaved(value, **more), nodes=6)) == []
 
 
+def test_microbatches_of_a_batch_that_megatron_rounds_down(plan: Any, found: Any) -> None:
+    for gbs, fires in ((47, True), (49, False)):  # 6 stages, 8 data-parallel ranks: 5 and 6
+        args = interleaved(gbs, **{"decrease-batch-size-if-needed": True})
+        findings = found(plan(args, nodes=6, cluster={"megatron_core": "0.18"}))
+        assert [finding.id for finding in findings] == ["PIP016"] * fires
+
+
 def test_a_group_below_pp(plan: Any, found: Any) -> None:
     [finding] = found(plan(interleaved(96, **{GROUP: 2}), nodes=6))
     assert finding.option == GROUP
@@ -265,7 +272,7 @@ def test_a_group_below_pp(plan: Any, found: Any) -> None:
     "args, job",
     [
         (interleaved(24, **{"micro-batch-size": None}), {}),
-        (interleaved(24, **{"decrease-batch-size-if-needed": True}), {}),
+        (interleaved(24, **{"step-batch-size-schedule": "0:24 100:48"}), {}),
         (interleaved(None), BRIDGE),
     ],
 )
