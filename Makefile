@@ -52,6 +52,8 @@ $(VENV)/.installed-train: pyproject.toml | $(VENV)/.created
 	@echo "installing torch and megatron-core into $(VENV), once"
 	$(PIP_INSTALL) "$(TORCH)"
 	$(PIP_INSTALL) --editable '.[train]'
+	@# where PYTHONDONTWRITEBYTECODE is set, every start would compile the sources again
+	$(BIN)/python -m compileall -q launcher preflight kernels templates
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/.installed-train

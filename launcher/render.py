@@ -143,12 +143,11 @@ def render(
         "exit_near_limit": EXIT_NEAR_LIMIT,
     }
     try:
-        text = environment_for(template_dir).get_template(TEMPLATE).render(values)
+        return environment_for(template_dir).get_template(TEMPLATE).render(values)
     except RenderError:
         raise
     except Exception as error:  # whatever a template does wrong
         raise _template_error(error) from error
-    return text.replace("\r\n", "\n")
 
 
 def _template_error(error: Exception) -> RenderError:

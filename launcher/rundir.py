@@ -107,8 +107,10 @@ def create(
         (path / "job.yaml").write_text(job_yaml, encoding="utf-8")
         (path / "job.sbatch").write_text(script, encoding="utf-8")
         (path / "job.sbatch").chmod(0o755)
-    except BaseException:
+    except BaseException as error:
         remove(path)
+        if isinstance(error, shutil.Error):  # of a whole tree: a list of (from, to, reason)
+            raise OSError(error.args[0][0][2]) from error
         raise
     return RunDir(path)
 

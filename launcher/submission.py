@@ -91,7 +91,7 @@ def submit(job: Job, plan: Plan, options: Options) -> int:
             options.ignored,
         )
     except OSError as error:
-        message = f"cannot make the run directory {path}: {error.strerror}"
+        message = f"cannot make the run directory {path}: {error.strerror or error}"
         raise SubmissionError(states.EXIT_USAGE, message, "--runs DIR") from error
     job_id = _queue(run, plan, executor)
     say(f"submitted: job {job_id}, run directory {path}")

@@ -61,7 +61,9 @@ LORA_VARIANTS = ("base", "regather", "gather-free")
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), defer_build=True
+    )
 
 
 def _string_list(value: Any) -> Any:

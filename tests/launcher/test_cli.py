@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,23 @@ def test_a_run_directory_that_cannot_be_made_is_said_and_leaves_nothing(home: An
     assert (done.code, done.out) == (2, "")
     assert "cannot make the run directory" in done.err
     assert "Not a directory" in done.err
+    assert home.everything() == before
+
+
+def test_a_run_directory_that_does_not_fit_on_the_disk_is_taken_back(home: Any) -> None:
+    def no_space() -> None:  # as near to a full disk as a process can bring itself
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+    home.job("pass")
+    before = home.everything()
+    done = subprocess.run(
+        [sys.executable, "-m", "mtlaunch.launcher", "submit", "job.yaml", "--executor", "local"],
+        capture_output=True,
+        text=True,
+        preexec_fn=no_space,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "File too large" in done.stderr
     assert home.everything() == before
 
 
