@@ -140,7 +140,13 @@ def _show_problems(error: Any, format_: str, schema: str) -> None:
         show.problems(show.Printer(sys.stderr), error)
 
 
-def fail(code: int, message: str, hint: str = "") -> NoReturn:
+def fail(
+    code: int, message: str, hint: str = "", format_: str = "text", schema: str = ""
+) -> NoReturn:
+    """End with an error: a document on stdout with --format json, else words on stderr."""
+    if format_ == "json":
+        emit({"schema": schema, "error": {"message": message, "hint": hint}})
+        sys.exit(code)
     click.echo(f"mtlaunch: {message}" + (f"\n  fix: {hint}" if hint else ""), err=True)
     sys.exit(code)
 
@@ -208,13 +214,9 @@ def estimate(file: str, assignments: tuple[str, ...], format_: str) -> None:
     _, plan = plan_or_exit(file, assignments, format_, schema)
     result = run_estimate(plan)
     if result is None:
+        hint = "give model:, or num-layers, hidden-size, vocab-size and seq-length in args"
         message = "the model's shape is not known: no estimate"
-        if format_ == "json":
-            emit({"schema": schema, "error": {"message": message}})
-        else:
-            hint = "give model:, or num-layers, hidden-size, vocab-size and seq-length in args"
-            click.echo(f"mtlaunch: {message}\n  fix: {hint}", err=True)
-        return
+        fail(states.EXIT_USAGE, message, hint, format_, schema)
     if format_ == "json":
         emit(result.to_json())
     else:
@@ -395,16 +397,16 @@ def submit(
     try:
         sys.exit(submission.submit(job, plan, options))
     except submission.SubmissionError as error:
-        fail(error.exit_code, str(error), error.hint)
+        fail(error.exit_code, str(error), error.hint, format_, "mtlaunch.submit/1")
 
 
-def _run_or_exit(reference: str) -> RunDir:
+def _run_or_exit(reference: str, format_: str = "text", schema: str = "") -> RunDir:
     from mtlaunch.launcher.rundir import find, index_path
 
     run = find(reference)
     if run is None:
         hint = f"a job id or name of {index_path()}, or a run directory"
-        fail(states.EXIT_USAGE, f"no run '{reference}'", hint)
+        fail(states.EXIT_USAGE, f"no run '{reference}'", hint, format_, schema)
     return run
 
 
@@ -422,7 +424,7 @@ def report(reference: str, format_: str, all_ranks: bool) -> None:
     from mtlaunch.launcher import show
     from mtlaunch.launcher.submission import refresh_report
 
-    content = refresh_report(_run_or_exit(reference))
+    content = refresh_report(_run_or_exit(reference, format_, "mtlaunch.report/1"))
     if format_ == "json":
         emit(content)
     else:
@@ -436,7 +438,7 @@ def status(reference: str, format_: str) -> None:
     """Say where a run stands."""
     from mtlaunch.launcher.submission import job_state
 
-    run = _run_or_exit(reference)
+    run = _run_or_exit(reference, format_, "mtlaunch.status/1")
     state = job_state(run)
     job_id = run.submission.get("job_id")
     if format_ == "json":

@@ -25,6 +25,7 @@ from mtlaunch.launcher.processes import (
     start_ticks,
 )
 from mtlaunch.launcher.runner.report import read_json, write_json
+from mtlaunch.preflight.slurm_time import time_limit_s
 
 _POLL_S = 0.1
 
@@ -52,28 +53,6 @@ def directives(script: str) -> dict[str, str]:
         elif line.strip() and not line.startswith("#"):
             break
     return found
-
-
-def time_limit_s(text: str) -> float | None:
-    """Seconds of sbatch's --time: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for no limit.
-
-    >>> [time_limit_s(t) for t in ("90", "1:30", "04:00:00", "1-12", "1-0:0:5", "UNLIMITED")]
-    [5400.0, 90.0, 14400.0, 129600.0, 86405.0, None]
-    """
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        return None
-    numbers = [int(part) for part in parts]
-    if dash:  # hours first
-        hours, minutes, seconds = (numbers + [0, 0])[:3]
-    elif len(numbers) == 1:
-        hours, minutes, seconds = 0, numbers[0], 0
-    elif len(numbers) == 2:
-        hours, minutes, seconds = 0, numbers[0], numbers[1]
-    else:
-        hours, minutes, seconds = numbers
-    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _free_port() -> int:

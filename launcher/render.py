@@ -22,10 +22,6 @@ EPILOG_SECONDS = 20
 # errno ERESTART, "interrupted system call should be restarted": no finished training
 EXIT_NEAR_LIMIT = 85
 
-# What Slurm needs beyond the checkpoint: a signal can come up to 60 s early (man sbatch, --signal)
-# and the ranks need a step to notice it.
-SIGNAL_MARGIN_S = 60
-
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _LINE_BREAKS = re.compile(r"[\n\r\0]")
@@ -98,9 +94,8 @@ def sbatch_options(plan: Plan, run_dir: str) -> list[tuple[str, str | None]]:
             raise RenderError(f"slurm.{option}: a line break cannot be rendered: {value!r}")
     own.setdefault("nodes", str(plan.nodes))
     own["ntasks-per-node"] = str(tasks_per_node(plan))
-    if "signal" not in own and "checkpoint_seconds" in plan.facts:
-        seconds = int(plan.facts["checkpoint_seconds"]) + SIGNAL_MARGIN_S
-        own["signal"] = f"B:USR1@{seconds}"
+    if "signal" not in own and plan.warning_before_limit_s is not None:
+        own["signal"] = f"B:USR1@{plan.warning_before_limit_s}"
     if "requeue" not in own and "no-requeue" not in own:
         own["no-requeue"] = None
     return [

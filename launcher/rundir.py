@@ -26,9 +26,10 @@ from mtlaunch.preflight.plan import Plan, show_version
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run directory that exists."""
+    """A run directory that exists. `made`: folders above it that were made for it, inner first."""
 
     path: Path
+    made: tuple[Path, ...] = ()
 
     @property
     def script(self) -> Path:
@@ -97,6 +98,8 @@ def create(
 
     Raises OSError.
     """
+    above = (path.parent, path.parent.parent)
+    run = RunDir(path, tuple(folder for folder in above if not folder.exists()))
     try:
         for folder in ("logs", "records", "payload/mtlaunch"):
             (path / folder).mkdir(parents=True)
@@ -108,19 +111,19 @@ def create(
         (path / "job.sbatch").write_text(script, encoding="utf-8")
         (path / "job.sbatch").chmod(0o755)
     except BaseException as error:
-        remove(path)
+        remove(run)
         if isinstance(error, shutil.Error):  # of a whole tree: a list of (from, to, reason)
             raise OSError(error.args[0][0][2]) from error
         raise
-    return RunDir(path)
+    return run
 
 
-def remove(path: Path) -> None:
-    """Take back a run directory that was never submitted, and its folder if that is empty."""
-    shutil.rmtree(path, ignore_errors=True)
-    for parent in (path.parent, path.parent.parent):
+def remove(run: RunDir) -> None:
+    """Take back a run directory that was never submitted, and the folders made for it."""
+    shutil.rmtree(run.path, ignore_errors=True)
+    for folder in run.made:
         try:
-            parent.rmdir()
+            folder.rmdir()
         except OSError:
             break
 

@@ -166,7 +166,7 @@ def _queue(run: RunDir, plan: Plan, executor: str) -> str:
         try:
             job_id = local.submit(run, plan.nodes)
         except local.LocalError as error:
-            rundir.remove(run.path)
+            rundir.remove(run)
             raise SubmissionError(states.EXIT_UNAVAILABLE, str(error)) from error
     else:
         from mtlaunch.launcher import slurm
@@ -174,7 +174,7 @@ def _queue(run: RunDir, plan: Plan, executor: str) -> str:
         try:
             job_id = str(slurm.Executor(run).submit_script().job_id)
         except slurm.SchedulerError as error:
-            rundir.remove(run.path)
+            rundir.remove(run)
             raise SubmissionError(states.EXIT_SCHEDULER, f"sbatch refused: {error}") from error
     submitted = {"executor": executor, "job_id": job_id, "submitted_s": time.time()}
     # The job is queued: from here on nothing may lose its id.

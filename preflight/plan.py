@@ -12,9 +12,14 @@ from typing import Any
 
 from mtlaunch.preflight import flags
 from mtlaunch.preflight.gpus import Gpu
+from mtlaunch.preflight.slurm_time import warning_before_s
 from mtlaunch.preflight.yaml_text import Place
 
 Version = tuple[int, ...]
+
+# Beyond the checkpoint itself: a signal can come up to 60 s early (man sbatch, --signal), and the
+# ranks need a step to notice it.
+SIGNAL_MARGIN_S = 60
 
 # Whose rules apply when the cluster profile names no version.
 NEWEST_MEGATRON_CORE: Version = (0, 19)
@@ -232,6 +237,15 @@ class Plan:
     @property
     def is_bridge(self) -> bool:
         return self.framework == "megatron-bridge"
+
+    @property
+    def warning_before_limit_s(self) -> int | None:
+        """Seconds before the time limit at which the script is warned; None without a warning."""
+        if "signal" in self.slurm:
+            return warning_before_s(str(self.slurm["signal"]))
+        if "checkpoint_seconds" in self.facts:
+            return int(self.facts["checkpoint_seconds"]) + SIGNAL_MARGIN_S
+        return None
 
     def core_before(self, *version: int) -> bool:
         return self.megatron_core[: len(version)] < version

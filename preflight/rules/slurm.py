@@ -8,6 +8,7 @@ from mtlaunch.preflight.gpus import nearest_gpus
 from mtlaunch.preflight.hints import either
 from mtlaunch.preflight.plan import Plan
 from mtlaunch.preflight.rule import Finding, rule
+from mtlaunch.preflight.slurm_time import time_limit_s
 
 NTASKS = "slurm.ntasks-per-node"
 
@@ -136,4 +137,89 @@ def gpu_unknown(plan: Plan) -> Iterator[Finding]:
         f"unknown GPU '{plan.gpu_name}': whether the job fits and what its generation needs "
         "are not checked",
         f"use cluster.gpu: {either(nearest_gpus(plan.gpu_name))}",
+    )
+
+
+# Set for every rank by the runner, or by torchrun.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+
+
+@rule(
+    "SLM004",
+    "rank-variable-in-env",
+    "error",
+    "torch.distributed, environment variable initialization; torchrun sets the same names",
+)
+def rank_variable_in_env(plan: Plan) -> Iterator[Finding]:
+    """A variable that differs from rank to rank is set for all of them.
+
+    What it checks
+        env and cluster.env set none of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK.
+
+    Why it fails
+        Every rank gets its own value of these. One value for all would give a group of ranks that
+        all are the same one; the rank runner ends the job with exit code 78 before that.
+
+    Bad
+        slurm: {nodes: 1, gpus_per_node: 8}
+        entrypoint: train.py
+        env: {WORLD_SIZE: 8}
+
+    Good
+        slurm: {nodes: 1, gpus_per_node: 8}
+        entrypoint: train.py
+
+    Stays silent
+        For MASTER_ADDR and MASTER_PORT, which may be set.
+    """
+    for name in _RANK_VARIABLES:
+        if name in plan.env or name in plan.site_env:
+            value = plan.env.get(name, plan.site_env.get(name))
+            yield Finding(
+                f"env.{name}",
+                f"{name}={value} for every rank, but each rank has its own",
+                f"leave {name} out: it is set for each rank from Slurm",
+            )
+
+
+@rule(
+    "SLM005",
+    "warning-before-start",
+    "error",
+    "sbatch(1) --signal and --time; measured with Slurm 22.05: the signal comes up to 60 s early",
+)
+def warning_before_start(plan: Plan) -> Iterator[Finding]:
+    """The warning before the time limit comes before the job has begun.
+
+    What it checks
+        The seconds of slurm.signal, or facts.checkpoint_seconds and 60 more, are fewer than those
+        of slurm.time.
+
+    Why it fails
+        Slurm sends the signal at the start. The ranks are told to save and leave before their
+        first step, or the script dies of a signal that it does not catch yet.
+
+    Bad
+        slurm: {nodes: 1, gpus_per_node: 8, time: "00:10:00"}
+        entrypoint: train.py
+        facts: {checkpoint_seconds: 900}
+
+    Good
+        slurm: {nodes: 1, gpus_per_node: 8, time: "04:00:00"}
+        entrypoint: train.py
+        facts: {checkpoint_seconds: 900}
+
+    Stays silent
+        Without a time limit in the job file: the partition's own is not known.
+    """
+    limit_s = time_limit_s(str(plan.slurm.get("time", "")))
+    before_s = plan.warning_before_limit_s
+    if limit_s is None or before_s is None or before_s < limit_s:
+        return
+    cause = "slurm.signal" if "signal" in plan.slurm else "facts.checkpoint_seconds"
+    yield Finding(
+        "slurm.time",
+        f"{plan.slurm['time']} is {limit_s:.0f} s, and {cause} wants a warning {before_s} s "
+        "before the limit",
+        f"more than {before_s // 60 + 1} minutes, or a shorter {cause}",
     )

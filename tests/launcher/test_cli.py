@@ -478,3 +478,31 @@ def test_json_goes_to_stdout_alone_even_from_a_new_process(home: Any) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["verdict"] == "accepted"
+
+
+@pytest.mark.parametrize(
+    "words, code, schema",
+    [
+        (("report", "nowhere"), 2, "mtlaunch.report/1"),
+        (("status", "nowhere"), 2, "mtlaunch.status/1"),
+        (("estimate", "job.yaml"), 2, "mtlaunch.estimate/1"),
+        (("submit", "job.yaml", "--executor", "slurm"), 69, "mtlaunch.submit/1"),
+        (("submit", "job.yaml", "--set", "entrypoint=gone.py"), 1, "mtlaunch.submit/1"),
+    ],
+)
+def test_every_error_is_a_document_with_format_json(
+    home: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], code: int, schema: str
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")  # no Slurm, whatever this machine has
+    home.job("print(1)")
+    done = home.run(*words, "--format", "json")
+    assert done.code == code
+    assert set(done.json) == {"schema", "error"}
+    assert done.json["schema"] == schema and done.json["error"]["message"]
+
+
+def test_a_folder_that_was_there_stays_when_a_submission_fails(home: Any) -> None:
+    home.runs.mkdir()
+    home.job("print(1)", slurm={"nodes": 2})
+    assert home.run("submit", "job.yaml", "--executor", "local").code == 69
+    assert home.runs.is_dir() and list(home.runs.iterdir()) == []

@@ -54,3 +54,37 @@ def test_unknown_gpu(plan: Any, found: Any) -> None:
     assert "unknown GPU 'H100-81GB'" in finding.message
     assert "H100-80GB" in finding.hint
     assert found(plan(), "SLM") == []
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"])
+@pytest.mark.parametrize("where", ["env", "cluster"])
+def test_a_rank_variable_for_all_ranks(plan: Any, found: Any, name: str, where: str) -> None:
+    job = {"env": {name: "8"}} if where == "env" else {"cluster": {"env": {name: "8"}}}
+    [finding] = found(plan(**job), "SLM")
+    assert (finding.id, finding.option) == ("SLM004", f"env.{name}")
+    assert finding.message == f"{name}=8 for every rank, but each rank has its own"
+
+
+def test_the_rendezvous_may_be_set(plan: Any, found: Any) -> None:
+    assert found(plan(env={"MASTER_ADDR": "node1", "MASTER_PORT": "1"}), "SLM") == []
+
+
+@pytest.mark.parametrize(
+    "slurm, facts, expected",
+    [
+        ({"time": "00:10:00"}, {"checkpoint_seconds": 540}, ["SLM005"]),
+        ({"time": "00:10:00"}, {"checkpoint_seconds": 539}, []),
+        ({"time": "10"}, {"checkpoint_seconds": 600}, ["SLM005"]),
+        ({}, {"checkpoint_seconds": 6000}, []),
+        ({"time": "1-00"}, {"checkpoint_seconds": 6000}, []),
+        ({"time": "5", "signal": "B:USR1@300"}, {}, ["SLM005"]),
+        ({"time": "5", "signal": "B:USR1@299"}, {}, []),
+        ({"time": "1", "signal": "TERM"}, {}, ["SLM005"]),  # sbatch's default: 60 s
+        ({"time": "5", "signal": "B:USR1@120"}, {"checkpoint_seconds": 6000}, []),
+    ],
+)
+def test_a_warning_before_the_start(
+    plan: Any, found: Any, slurm: dict[str, Any], facts: dict[str, Any], expected: list[str]
+) -> None:
+    findings = found(plan(slurm={"gpus_per_node": 8, **slurm}, facts=facts), "SLM")
+    assert [finding.id for finding in findings] == expected
