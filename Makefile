@@ -17,7 +17,9 @@ demo: $(VENV)/.installed-train
 
 test: $(VENV)/.installed-test
 	bash .ci/debian-packages.sh
-	$(BIN)/python -m pytest -m "not long and not gpu"
+	@# as root the real Slurm must be there: its tests fail then, elsewhere they skip with a reason
+	MTLAUNCH_REQUIRE_SLURM=$$(test "$$(id -u)" != 0 || echo 1) \
+	  $(BIN)/python -m pytest -m "not long and not gpu"
 
 # Adds the long tests and a second Python with the newest megatron-core.
 test-all: test
