@@ -134,6 +134,7 @@ def render(
         "unset": [variable for variable in block if variable.value is None],
         "tasks": plan.nodes * per_node,
         "tasks_per_node": per_node,
+        "command": _command(plan),
         "epilog_seconds": EPILOG_SECONDS,
         "exit_near_limit": EXIT_NEAR_LIMIT,
     }
@@ -143,6 +144,12 @@ def render(
         raise
     except Exception as error:  # whatever a template does wrong
         raise _template_error(error) from error
+
+
+def _command(plan: Plan) -> str:
+    """What a rank's runner starts, as one would type it."""
+    head = ["-m", plan.entrypoint] if plan.entrypoint_is_module else [plan.entrypoint]
+    return shlex.join(map(str, ["python", *head, *plan.command_args]))
 
 
 def _template_error(error: Exception) -> RenderError:
