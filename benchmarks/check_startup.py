@@ -52,7 +52,7 @@ def machine() -> str:
     except OSError:
         pass
     load = os.getloadavg()[0]
-    packages = ", ".join(f"{name} {_version(name)}" for name in ("click", "pydantic", "torch"))
+    packages = ", ".join(f"{name} {_version(name)}" for name in ("click", "msgspec", "torch"))
     return (
         f"{model}, {os.cpu_count()} cores, load {load:.1f}, {platform.system()} "
         f"{platform.release()}, Python {platform.python_version()}, {packages}"

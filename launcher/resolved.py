@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import yaml
 
 from mtlaunch.preflight import flags
@@ -20,7 +21,8 @@ def resolved_yaml(job: Job, plan: Plan, workdir: str, ignored_rules: tuple[str, 
     if ignored_rules:
         lines.append(f"# submitted with --ignore {' '.join(ignored_rules)}")
     sections = {"args", "slurm", "env"} if plan.is_bridge else {"args", "slurm", "env", "model"}
-    content = job.content.model_dump(exclude_unset=True, exclude=sections)
+    written = _written(job.content, job.document.data)
+    content = {key: value for key, value in written.items() if key not in sections}
     content = {**content, "name": job.name, "workdir": workdir}
     lines += [_entry(key, value) for key, value in content.items()]
     for name in ("slurm", "env"):
@@ -34,6 +36,15 @@ def resolved_yaml(job: Job, plan: Plan, workdir: str, ignored_rules: tuple[str, 
     return "\n".join(lines) + "\n"
 
 
+def _written(part: msgspec.Struct, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `part` that the job file gives: a default may be another one tomorrow."""
+    given = {key: getattr(part, key) for key in part.__struct_fields__ if key in data}
+    return {
+        key: _written(value, data[key]) if isinstance(value, msgspec.Struct) else value
+        for key, value in given.items()
+    }
+
+
 def _arguments(job: Job, plan: Plan) -> Iterator[str]:
     """The model's shape, then the arguments as written: the script reads their spelling."""
     written = job.content.args
@@ -41,7 +52,10 @@ def _arguments(job: Job, plan: Plan) -> Iterator[str]:
         known = {flags.canonical(key)[0] for key in written}
         for name, value in MODELS[job.content.model.lower()].items():
             if name not in known:
-                yield _entry(name, value) + _origin(Place(f"model: {job.content.model}"))
+                # a float as Python writes it: that is what the script gets
+                shown = f"{_entry(name, 0)[:-1]}{value}" if isinstance(value, float) else None
+                origin = _origin(Place(f"model: {job.content.model}"))
+                yield (shown or _entry(name, value)) + origin
     for key, value in written.items():
         place = job.document.key_place(("args", key))
         typed = job.document.texts.get(("args", key))

@@ -6,19 +6,16 @@ Shape and words are the contract; what the values mean for Megatron is `resolve`
 from __future__ import annotations
 
 import difflib
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+import msgspec
+from msgspec import Meta, Struct
 
 from mtlaunch.preflight.yaml_text import Document, JobFileError, Path, Place, Problem, read
 
@@ -60,124 +57,145 @@ RESERVED_KEYS = ("sweep", "chain", "requeue", "notify", "nodes_exclude", "health
 LORA_VARIANTS = ("base", "regather", "gather-free")
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), defer_build=True
-    )
+# -- the shape ---------------------------------------------------------------------------------
+#
+# `extra` of a Meta is for the reader below: "words" say in a complaint what a value has to be,
+# "lone" lets one text stand for a list of one. `_TYPES` replaces the type in the JSON Schema, so
+# that an editor accepts what is taken as typed: `megatron_core: 0.19`, `A: 1`. Patterns end in \Z:
+# Python's $ lets a last line break pass.
 
+_TYPES = "x-types"
+_ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]*\Z"
 
-def _string_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _version(value: Any) -> Any:
-    # `megatron_core: 0.19` is read as typed (see `_typed_texts`); a lone number is a major version.
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
-# The JSON Schema lets an editor accept what is taken as typed: `megatron_core: 0.19`, `A: 1`.
-_VERSION = r"^\d+(\.\d+)*([.+\-a-z].*)?$"
 Version = Annotated[
     str,
-    BeforeValidator(_version),
-    Field(pattern=_VERSION),
-    WithJsonSchema({"type": ["string", "number"], "pattern": _VERSION, "examples": ["0.19"]}),
+    Meta(
+        pattern=r"^[0-9]+(\.[0-9]+)*([.+\-a-z].*)?\Z",
+        examples=["0.19"],
+        extra={"words": "a version such as 0.19"},
+        extra_json_schema={_TYPES: ["string", "number"]},
+    ),
 ]
-EnvValue = Annotated[str, WithJsonSchema({"type": ["string", "number", "boolean", "null"]})]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvValue = Annotated[str, Meta(extra_json_schema={_TYPES: ["string", "number", "boolean", "null"]})]
+EnvName = Annotated[
+    str,
+    Meta(pattern=_ENV_NAME, extra={"words": "a variable's name of letters, digits and _"}),
+]
+Env = Annotated[
+    dict[EnvName, EnvValue], Meta(extra_json_schema={"propertyNames": {"pattern": _ENV_NAME}})
+]
+Texts = Annotated[
+    list[str], Meta(extra={"lone": True}, extra_json_schema={_TYPES: ["string", "array"]})
+]
 
 
-class Cluster(_Model):
+class Cluster(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the checks assume about the machine; nothing is read from the login node."""
 
-    gpu: str | None = Field(None, description="MODEL-SIZE, for example H100-80GB")
-    node_ram_gb: float | None = Field(None, gt=0, description="host memory of a node, GB")
-    megatron_core: Version | None = Field(None, description="whose rules apply; default: newest")
+    gpu: Annotated[str | None, Meta(description="MODEL-SIZE, for example H100-80GB")] = None
+    node_ram_gb: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="host memory of a node, GB")
+    ] = None
+    megatron_core: Annotated[
+        Version | None, Meta(description="whose rules apply; default: newest")
+    ] = None
     torch: Version | None = None
     transformer_engine: Version | None = None
     slurm: Version | None = None
     nccl: Version | None = None
-    env: dict[EnvName, EnvValue] = Field({}, description="environment of the site, below `env`")
+    env: Annotated[Env, Meta(description="environment of the site, below `env`")] = {}
 
 
-class ModuleEntrypoint(_Model):
-    module: str = Field(description="run as `python -m`")
+class ModuleEntrypoint(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    module: Annotated[str, Meta(description="run as `python -m`")]
 
 
-class HFConfig(_Model):
-    hf_config: str = Field(description="path of a Hugging Face config.json")
+class HFConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    hf_config: Annotated[str, Meta(description="path of a Hugging Face config.json")]
 
 
-class Lora(_Model):
+class Lora(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """LoRA attached by the rank runner, the base frozen."""
 
-    dim: int = Field(32, gt=0)
-    alpha: float = Field(32, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: Annotated[list[str], BeforeValidator(_string_list), Field(min_length=1)] = [
-        "linear_qkv",
-        "linear_proj",
-        "linear_fc1",
-        "linear_fc2",
-    ]
-    sequence_parallel: Literal["base", "regather", "gather-free"] = Field(
-        "base", description="what a LoRA-A input under sequence parallelism leaves in memory"
+    dim: Annotated[int, Meta(ge=1)] = 32
+    alpha: Annotated[float, Meta(gt=0)] = 32
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    target_modules: Annotated[
+        Texts, Meta(min_length=1, extra={"words": "one or more names of modules"})
+    ] = msgspec.field(
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     )
+    sequence_parallel: Annotated[
+        Literal["base", "regather", "gather-free"],
+        Meta(description="what a LoRA-A input under sequence parallelism leaves in memory"),
+    ] = "base"
 
 
-class Container(_Model):
+class Container(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     runtime: Literal["pyxis", "apptainer"]
     image: str
-    mounts: Annotated[list[str], BeforeValidator(_string_list)] = []
+    mounts: Texts = []
     workdir: str | None = None
 
 
-class Colocated(_Model):
+class Colocated(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     engine: str
     version: Version | None = None
     sleep_mode: bool | None = None
     weight_sync: str | None = None
 
 
-class Facts(_Model):
+class Facts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What only the user can know; rules stay silent without it."""
 
-    checkpoint_seconds: float | None = Field(None, ge=0)
+    checkpoint_seconds: Annotated[float, Meta(ge=0)] | None = None
     restartable: bool | None = None
     colocated: Colocated | None = None
 
 
 SlurmValue = str | int | float | bool | list[str] | None
 ArgValue = str | int | float | bool | list[Any] | dict[str, Any] | None
+JobName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z",
+        max_length=100,
+        extra={"words": "a letter or digit, then up to 99 letters, digits, '.', '_' or '-'"},
+    ),
+]
 
 
-class JobFile(_Model):
+class JobFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A launch: what to run, on what, and how."""
 
-    name: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=100,
-        description="job name; default: the file's name",
+    name: Annotated[JobName | None, Meta(description="job name; default: the file's name")] = None
+    slurm: Annotated[
+        dict[str, SlurmValue], Meta(description="any sbatch long option, with - or _")
+    ] = {}
+    launcher: Annotated[
+        Literal["srun", "torchrun"],
+        Meta(description="srun: one task a GPU; torchrun: one task a node"),
+    ] = "srun"
+    cluster: Annotated[str | Cluster, Meta(description="a profile by name, or a mapping")] = (
+        Cluster()
     )
-    slurm: dict[str, SlurmValue] = Field({}, description="any sbatch long option, with - or _")
-    launcher: Literal["srun", "torchrun"] = Field(
-        "srun", description="srun: one task a GPU; torchrun: one task a node"
-    )
-    cluster: str | Cluster = Field(Cluster(), description="a profile by name, or a mapping")
-    entrypoint: str | ModuleEntrypoint | None = Field(None, description="the training script")
+    entrypoint: Annotated[
+        str | ModuleEntrypoint | None, Meta(description="the training script")
+    ] = None
     framework: Literal["megatron-lm", "megatron-bridge"] | None = None
-    python: str | None = Field(None, description="interpreter of the ranks")
-    workdir: str | None = Field(None, description="where the script runs; default: here")
-    setup: Annotated[list[str], BeforeValidator(_string_list)] = Field(
-        [], description="shell lines, taken as they are"
+    python: Annotated[str | None, Meta(description="interpreter of the ranks")] = None
+    workdir: Annotated[str | None, Meta(description="where the script runs; default: here")] = None
+    setup: Annotated[Texts, Meta(description="shell lines, taken as they are")] = []
+    model: Annotated[str | HFConfig | None, Meta(description="a known shape; args win over it")] = (
+        None
     )
-    model: str | HFConfig | None = Field(None, description="a known shape; args win over it")
-    args: dict[str, ArgValue] = Field({}, description="the script's flags, without dashes")
-    extra_args: list[str] = Field([], description="passed on unread")
+    args: Annotated[
+        dict[str, ArgValue], Meta(description="the script's flags, without dashes")
+    ] = {}
+    extra_args: Annotated[list[str], Meta(description="passed on unread")] = []
     lora: Lora | None = None
-    env: dict[EnvName, EnvValue] = Field({}, description="wins over the computed block")
-    secrets: list[EnvName] = Field([], description="names only, from the submit shell")
+    env: Annotated[Env, Meta(description="wins over the computed block")] = {}
+    secrets: Annotated[list[EnvName], Meta(description="names only, from the submit shell")] = []
     container: Container | None = None
     facts: Facts = Facts()
 
@@ -212,13 +230,10 @@ def parse(text: str, file: str = "job.yaml", assignments: Iterable[str] = ()) ->
         raise JobFileError([Problem(message, Place(file, 1, 1), "see `mtlaunch init`")], text)
     problems = [p for p in (_assign(document, one) for one in assignments) if p]
     problems += _shape_problems(document)
-    data = _typed_texts(document)
-    content: JobFile | None = None
-    try:
-        content = JobFile.model_validate(data)
-    except ValidationError as error:
-        problems += _validation_problems(error, document)
-    if problems or content is None:
+    reader = _Reader(document)
+    content = reader.struct(JobFile, _typed_texts(document), ())
+    problems += reader.problems
+    if problems:
         problems.sort(key=lambda p: (p.place.line, p.place.column))
         raise JobFileError(problems, text)
     return Job(file, content, document)
@@ -278,7 +293,7 @@ def _existing_spelling(mapping: Mapping[str, Any], key: str) -> str:
 
 
 def _shape_problems(document: Document) -> list[Problem]:
-    """What pydantic cannot say well: reserved keys, sbatch options, equal flags."""
+    """What the types cannot say: reserved keys, sbatch options, equal flags."""
     data, problems = document.data, []
     for key in RESERVED_KEYS:
         if key in data:
@@ -319,114 +334,201 @@ def _twice(document: Document, section: str, mapping: Mapping[str, Any]) -> list
     return problems
 
 
+_TEXTS: frozenset[Path] = frozenset(
+    [(key,) for key in "name env setup secrets extra_args entrypoint python workdir".split()]
+    + [("cluster", key) for key in "gpu megatron_core torch transformer_engine slurm nccl".split()]
+    + [("cluster", "env"), ("facts", "colocated", "version")]
+)
+
+
 def _typed_texts(document: Document) -> dict[str, Any]:
     """The data for validation: fields that are text take the scalar as typed.
 
     `time: 04:00:00`, `env: {A: 012}`, `megatron_core: 0.20` keep their spelling.
     """
-    data = dict(document.data)
 
-    def typed(path: Path, value: Any) -> Any:
+    def typed(path: Path, value: Any, text: bool) -> Any:
+        text = text or path in _TEXTS or (path[:-1] == ("slurm",) and not isinstance(value, bool))
         if isinstance(value, dict):
-            return {key: typed((*path, key), item) for key, item in value.items()}
+            return {key: typed((*path, key), item, text) for key, item in value.items()}
         if isinstance(value, list):
-            return [typed((*path, index), item) for index, item in enumerate(value)]
-        if value is None:
-            return None
-        return document.as_typed(path, value)
+            return [typed((*path, index), item, text) for index, item in enumerate(value)]
+        return document.as_typed(path, value) if text and value is not None else value
 
-    for key in ("name", "env", "setup", "secrets", "extra_args", "entrypoint", "python", "workdir"):
-        if key in data:
-            data[key] = typed((key,), data[key])
+    data = {
+        key: typed((key,), value, False)
+        for key, value in document.data.items()
+        if key not in RESERVED_KEYS
+    }
     if isinstance(data.get("env"), dict):  # an empty value is an empty variable
         data["env"] = {k: "" if v is None else v for k, v in data["env"].items()}
-    if isinstance(data.get("slurm"), dict):
-        data["slurm"] = {
-            key: value if isinstance(value, bool) else typed(("slurm", key), value)
-            for key, value in data["slurm"].items()
-        }
-    if isinstance(data.get("cluster"), dict):
-        cluster = dict(data["cluster"])
-        for key in ("gpu", "megatron_core", "torch", "transformer_engine", "slurm", "nccl", "env"):
-            if key in cluster:
-                cluster[key] = typed(("cluster", key), cluster[key])
-        data["cluster"] = cluster
-    for key in RESERVED_KEYS:
-        data.pop(key, None)
     return data
 
 
-def _known_keys(location: Sequence[str | int]) -> Iterable[str]:
-    models: dict[str, type[BaseModel]] = {
-        "cluster": Cluster,
-        "lora": Lora,
-        "container": Container,
-        "facts": Facts,
-        "entrypoint": ModuleEntrypoint,
-        "model": HFConfig,
-        "colocated": Colocated,
-    }
-    for part in reversed(location[:-1]):
-        if part in models:
-            return models[str(part)].model_fields
-    return JobFile.model_fields
+# -- data to the shape -------------------------------------------------------------------------
+
+_KINDS = {
+    str: ("text",),
+    int: ("a whole number",),
+    float: ("a number",),
+    bool: ("true", "false"),
+}
 
 
-def _validation_problems(error: ValidationError, document: Document) -> list[Problem]:
-    problems: dict[tuple[Place, str], Problem] = {}
-    details = error.errors(include_url=False)
-    for detail in details:
-        # pydantic puts the tried member of a union into the location; the document has no such key
-        location = _document_path(detail["loc"], document)
-        place = document.place(location)
-        dotted = ".".join(map(str, location))
-        hint = ""
-        if detail["type"] == "extra_forbidden":
-            word = str(detail["loc"][-1])
-            message = f"unknown key '{dotted}'"
-            place = document.key_place(location)
-            known = list(_known_keys(detail["loc"]))
-            hint = did_you_mean(word, known) or "known here: " + ", ".join(known)
-        elif detail["type"] in ("string_type", "model_type") and _union_sibling(detail, details):
-            continue
-        else:
-            given = detail.get("input")
-            shown = "" if isinstance(given, (dict, list)) else f", got {given!r}"
-            message = f"{dotted}: {_lower_first(detail['msg'])}{shown}"
-        problems.setdefault((place, message), Problem(message, place, hint))
-    return list(problems.values())
+class _Reader:
+    """Converts plain data value by value: msgspec alone would stop at the first wrong one."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.problems: list[Problem] = []
+
+    def struct(self, model: Any, data: Mapping[str, Any], path: Path) -> Any:
+        """A `model` of `data`, or None after a problem."""
+        fields = _fields(model)
+        values = {}
+        for key, value in data.items():
+            inner = (*path, key)
+            if key in fields:
+                values[key] = self.value(fields[key].type, value, inner)
+            else:
+                hint = did_you_mean(key, fields) or "known here: " + ", ".join(fields)
+                place = self.document.key_place(inner)
+                self.problems.append(Problem(f"unknown key '{_dotted(inner)}'", place, hint))
+        for key, field in fields.items():
+            if field.required and key not in data:
+                inner = (*path, key)
+                message = f"{_dotted(inner)}: missing, expected {_expected(field.type, None)}"
+                self.problems.append(Problem(message, self.document.place(inner)))
+        return None if self.problems else model(**values)
+
+    def value(self, wanted: Any, value: Any, path: Path) -> Any:
+        """`value` as the type `wanted`; of a union, as the member that it looks like."""
+        for member in _members(wanted):
+            kind, extra, _ = _unwrapped(member)
+            origin, inner = typing.get_origin(kind), typing.get_args(kind)
+            if isinstance(value, dict) and _is_struct(kind):
+                return self.struct(kind, value, path)
+            if isinstance(value, dict) and origin is dict:
+                for key in value:
+                    key_path = (*path, key)
+                    self.convert(inner[0], key, key_path, self.document.key_place(key_path))
+                return {
+                    key: self.value(inner[1], item, (*path, key)) for key, item in value.items()
+                }
+            if isinstance(value, str) and origin is list and "lone" in extra:
+                value = [value]
+            if isinstance(value, list) and origin is list:
+                before = len(self.problems)
+                for index, item in enumerate(value):
+                    self.value(inner[0], item, (*path, index))
+                if len(self.problems) > before:
+                    return None
+        return self.convert(wanted, value, path, self.document.place(path))
+
+    def convert(self, wanted: Any, value: Any, path: Path, place: Place) -> Any:
+        if _fits(value, wanted):
+            return msgspec.convert(value, wanted, strict=False)
+        message = f"{_dotted(path)}: expected {_expected(wanted, value)}"
+        self.problems.append(Problem(f"{message}, got {self.shown(value, path)}", place))
+        return None
+
+    def shown(self, value: Any, path: Path) -> str:
+        if value is None:
+            return "nothing"
+        if isinstance(value, dict):
+            return "a mapping"
+        if isinstance(value, list):
+            return "a list" if value else "an empty list"
+        return repr(value) if isinstance(value, str) else str(self.document.as_typed(path, value))
 
 
-def _document_path(location: Sequence[str | int], document: Document) -> Path:
-    path: Path = ()
-    data = document.data
-    for index, part in enumerate(location):
-        if isinstance(data, dict) and part in data:
-            path, data = (*path, part), data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            path, data = (*path, part), data[part]
-        elif index == len(location) - 1 and isinstance(data, dict):
-            path = (*path, part)  # a missing key
-    return path
+@functools.cache
+def _fields(model: Any) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(model)}
 
 
-def _union_sibling(detail: Any, details: Sequence[Any]) -> bool:
-    """A union member that does not fit, while another member has a better complaint."""
-    head = detail["loc"][0]
-    given = detail.get("input")
-    return isinstance(given, dict) and any(
-        other is not detail and other["loc"][0] == head and other["type"] != detail["type"]
-        for other in details
-    )
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether msgspec takes `value`, quoted numbers and 8.0 for 8 with it."""
+    try:
+        return msgspec.convert(value, wanted, strict=False) is not None or value is None
+    except msgspec.ValidationError:
+        return False
 
 
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def _unwrapped(wanted: Any) -> tuple[Any, dict[str, Any], list[Meta]]:
+    """A type without its Annotated, what its Metas say to the reader, and the Metas."""
+    if typing.get_origin(wanted) is not Annotated:
+        return wanted, {}, []
+    metas = [meta for meta in wanted.__metadata__ if isinstance(meta, Meta)]
+    extra = {key: value for meta in metas for key, value in (meta.extra or {}).items()}
+    return wanted.__origin__, extra, metas
+
+
+def _members(wanted: Any) -> tuple[Any, ...]:
+    kind = _unwrapped(wanted)[0]
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return typing.get_args(kind)
+    return (wanted,)
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct)
+
+
+def _expected(wanted: Any, value: Any) -> str:
+    """What a value has to be, in words: "srun or torchrun", "at least 1"."""
+    words = list(dict.fromkeys(word for m in _members(wanted) for word in _words(m, value)))
+    if "a number" in words and "a whole number" in words:
+        words.remove("a whole number")
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _words(member: Any, value: Any) -> Iterator[str]:
+    kind, extra, metas = _unwrapped(member)
+    bounds = [
+        f"{word} {bound:g}"
+        for meta in metas
+        for word, bound in (("at least", meta.ge), ("above", meta.gt), ("below", meta.lt))
+        if bound is not None
+    ]
+    if "words" in extra:
+        yield extra["words"]
+    elif bounds and _fits(value, kind):
+        yield " and ".join(bounds)
+    elif typing.get_origin(kind) is Literal:
+        yield from map(str, typing.get_args(kind))
+    elif typing.get_origin(kind) is list:
+        yield from ("text", "a list") if "lone" in extra else ("a list",)
+    elif typing.get_origin(kind) is dict or _is_struct(kind):
+        yield "a mapping"
+    elif kind is not types.NoneType:
+        yield from _KINDS[kind]
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a job file."""
-    schema = JobFile.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "mtlaunch job file"
-    return schema
+    definitions = _for_editors(msgspec.json.schema(JobFile)["$defs"])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **definitions.pop("JobFile"),
+        "title": "mtlaunch job file",
+        "$defs": definitions,
+    }
+
+
+def _for_editors(schema: Any) -> Any:
+    """A schema with the types of `_TYPES`, which a Meta cannot set, and ECMAScript's patterns."""
+    if isinstance(schema, list):
+        return [_for_editors(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    replaced = {key: _for_editors(item) for key, item in schema.items()}
+    if _TYPES in replaced:
+        replaced["type"] = replaced.pop(_TYPES)
+    if isinstance(replaced.get("pattern"), str):
+        replaced["pattern"] = replaced["pattern"].replace(r"\Z", "$")
+    return replaced

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("launcher", "preflight", "kernels", "templates")
-LOGIN_NODE = {"click", "yaml", "jinja2", "pydantic", "rich", "submitit", "pynvml"}
+LOGIN_NODE = {"click", "yaml", "jinja2", "msgspec", "rich", "submitit", "pynvml"}
 
 # Heavy, or there only in a training environment.
 NEVER_ON_CHECK = ("torch", "numpy", "submitit", "rich", "jinja2", "megatron", "pynvml")
@@ -99,8 +99,8 @@ def test_preflight_imports_nothing_of_the_others() -> None:
     assert_none([one for one in imports("preflight") if within(one, *forbidden)])
 
 
-def test_preflight_needs_no_more_than_yaml_and_pydantic() -> None:
-    known = sys.stdlib_module_names | {"mtlaunch", "yaml", "pydantic"}
+def test_preflight_needs_no_more_than_yaml_and_msgspec() -> None:
+    known = sys.stdlib_module_names | {"mtlaunch", "yaml", "msgspec"}
     assert_none([one for one in imports("preflight") if one.root not in known])
 
 
@@ -210,7 +210,7 @@ def loaded_by(*words: str) -> dict[str, Any]:
         (["check", "examples/tiny-lora/job.yaml", "--format", "json"], NEVER_ON_CHECK),
         (["env", "templates/job.yaml"], NEVER_ON_CHECK),
         (["explain", "PIP001"], NEVER_ON_CHECK),
-        (["--help"], (*NEVER_ON_CHECK, "pydantic", "yaml")),
+        (["--help"], (*NEVER_ON_CHECK, "msgspec", "yaml")),
         (["estimate", "templates/job.yaml"], ("torch", "numpy", "submitit", "jinja2", "megatron")),
         (["render", "templates/job.yaml"], ("torch", "numpy", "submitit", "rich", "megatron")),
         (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema
+import msgspec
 import pytest
 
 from mtlaunch.preflight import jobfile
@@ -125,3 +127,189 @@ def test_set_has_its_own_place() -> None:
 
 def test_name_defaults_to_the_file() -> None:
     assert jobfile.parse("", "jobs/llama 3.yaml").name == "llama-3"
+
+
+# -- what is told of a wrong value ---------------------------------------------------------------
+
+EVERYTHING_WRONG = """\
+name: -x
+launcher: slurm
+cluster:
+  gpus: H100-80GB
+  node_ram_gb: 0
+  torch: new
+  env: {1A: x, B: [y]}
+entrypoint: {modul: a.b}
+setup: [a, [b]]
+lora:
+  dim: 0
+  alpha: .nan
+  dropout: 1e0
+  target_modules: []
+  sequence_parallel: all
+secrets: [TOKEN, 1B]
+container: {runtime: docker, mounts: {a: b}}
+facts:
+  restartable: maybe
+  colocated: {engin: vllm, version: x, sleep_mode: 3}
+env:
+"""
+
+
+def test_every_wrong_value_is_told_with_its_place() -> None:
+    found = problems(EVERYTHING_WRONG)
+    assert [f"{p.place.line}:{p.place.column} {p.message}" for p in found] == [
+        "1:7 name: expected a letter or digit, then up to 99 letters, digits, '.', '_' or '-', "
+        "got '-x'",
+        "2:11 launcher: expected srun or torchrun, got 'slurm'",
+        "4:3 unknown key 'cluster.gpus'",
+        "5:16 cluster.node_ram_gb: expected above 0, got 0",
+        "6:10 cluster.torch: expected a version such as 0.19, got 'new'",
+        "7:9 cluster.env.1A: expected a variable's name of letters, digits and _, got '1A'",
+        "7:19 cluster.env.B: expected text, got a list",
+        "8:13 entrypoint.module: missing, expected text",
+        "8:14 unknown key 'entrypoint.modul'",
+        "9:12 setup.1: expected text, got a list",
+        "11:8 lora.dim: expected at least 1, got 0",
+        "12:10 lora.alpha: expected above 0, got .nan",
+        "13:12 lora.dropout: expected at least 0 and below 1, got 1e0",
+        "14:19 lora.target_modules: expected one or more names of modules, got an empty list",
+        "15:22 lora.sequence_parallel: expected base, regather or gather-free, got 'all'",
+        "16:18 secrets.1: expected a variable's name of letters, digits and _, got '1B'",
+        "17:12 container.image: missing, expected text",
+        "17:22 container.runtime: expected pyxis or apptainer, got 'docker'",
+        "17:38 container.mounts: expected text or a list, got a mapping",
+        "19:16 facts.restartable: expected true or false, got 'maybe'",
+        "20:14 facts.colocated.engine: missing, expected text",
+        "20:15 unknown key 'facts.colocated.engin'",
+        "20:37 facts.colocated.version: expected a version such as 0.19, got 'x'",
+        "20:52 facts.colocated.sleep_mode: expected true or false, got 3",
+        "21:5 env: expected a mapping, got nothing",
+    ]
+    hints = {p.message: p.hint for p in found if p.hint}
+    assert hints == {
+        "unknown key 'cluster.gpus'": "did you mean 'gpu'?",
+        "unknown key 'entrypoint.modul'": "did you mean 'module'?",
+        "unknown key 'facts.colocated.engin'": "did you mean 'engine'?",
+    }
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("entrypoint: [a.py]", "entrypoint: expected text or a mapping, got a list"),
+        ("entrypoint: {module: [a]}", "entrypoint.module: expected text, got a list"),
+        ("model: 7", "model: expected text or a mapping, got 7"),
+        ("model: {hf_config: 7}", "model.hf_config: expected text, got 7"),
+        ("cluster:", "cluster: expected text or a mapping, got nothing"),
+        ("cluster: {torch: [2]}", "cluster.torch: expected a version such as 0.19, got a list"),
+        ("lora: [dim]", "lora: expected a mapping, got a list"),
+        (
+            "slurm: {time: {a: b}}",
+            "slurm.time: expected text, a number, true, false or a list, got a mapping",
+        ),
+        ("slurm: {mail-type: [END, [FAIL]]}", "slurm.mail-type.1: expected text, got a list"),
+        ("args: [a]", "args: expected a mapping, got a list"),
+        ("secrets: TOKEN", "secrets: expected a list, got 'TOKEN'"),
+        ("lora: {dim: }", "lora.dim: expected a whole number, got nothing"),
+        ("lora: {dim: 1.5}", "lora.dim: expected a whole number, got 1.5"),
+        ("lora: {dim: yes}", "lora.dim: expected a whole number, got yes"),
+        ("lora: {dropout: -1e-3}", "lora.dropout: expected at least 0 and below 1, got -1e-3"),
+        ("cluster: {node_ram_gb: 'null'}", "cluster.node_ram_gb: expected a number, got 'null'"),
+    ],
+)
+def test_of_a_union_the_member_that_was_meant_complains(text: str, message: str) -> None:
+    assert [problem.message for problem in problems(text)] == [message]
+
+
+@pytest.mark.parametrize(
+    "text", ['name: "a\\n"', 'cluster: {nccl: "2.1\\n"}', 'env: {"A\\n": 1}', 'secrets: ["A\\n"]']
+)
+def test_a_last_line_break_does_not_pass(text: str) -> None:
+    [problem] = problems(text)
+    assert "expected" in problem.message
+
+
+def test_a_lone_text_is_a_list_of_one() -> None:
+    read = content(
+        "setup: module load x\n"
+        "lora: {target_modules: linear_qkv}\n"
+        "container: {runtime: pyxis, image: a, mounts: /a:/b}\n"
+    )
+    assert read.setup == ["module load x"]
+    assert read.lora is not None and read.lora.target_modules == ["linear_qkv"]
+    assert read.container is not None and read.container.mounts == ["/a:/b"]
+
+
+def test_numbers_are_taken_as_their_field_wants_them() -> None:
+    read = content(
+        "lora: {dim: '8', alpha: 16}\n"
+        "cluster: {node_ram_gb: '512'}\n"
+        "name: 012\n"
+        "facts: {colocated: {engine: vllm, version: 0.10}}\n"
+    )
+    assert read.lora is not None and (read.lora.dim, read.lora.alpha) == (8, 16.0)
+    assert isinstance(read.cluster, jobfile.Cluster) and read.cluster.node_ram_gb == 512
+    assert read.name == "012"
+    assert msgspec.to_builtins(read.facts) == {"colocated": {"engine": "vllm", "version": "0.10"}}
+
+
+# -- the JSON Schema -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"setup": "module load x"},
+        {"lora": {"target_modules": "linear_qkv"}},
+        {"container": {"runtime": "pyxis", "image": "a", "mounts": "/a:/b"}},
+        {"setup": ["a", "b"], "lora": {"target_modules": ["a"]}},
+        {"env": {"A": 1, "B": True, "C": None, "D": "x"}, "cluster": {"env": {"A": 0.5}}},
+        {"cluster": {"megatron_core": 0.19, "torch": "2.10.0a0"}},
+        {"cluster": "h100", "entrypoint": {"module": "a.b"}, "model": {"hf_config": "c.json"}},
+        {"slurm": {"nodes": 2, "exclusive": True, "mail-type": ["END"]}, "lora": None},
+    ],
+)
+def test_the_schema_accepts_what_is_read(data: dict[str, Any]) -> None:
+    schema = jobfile.json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(data, schema, jsonschema.Draft202012Validator)
+    assert jobfile.from_mapping(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"entrypiont": "a.py"},
+        {"lora": {"dims": 8}},
+        {"lora": {"dim": 0}},
+        {"lora": {"dropout": 1}},
+        {"lora": {"target_modules": []}},
+        {"setup": ["a", ["b"]]},
+        {"setup": {"a": "b"}},
+        {"secrets": "TOKEN"},
+        {"launcher": "slurm"},
+        {"env": {"1A": "x"}},
+        {"cluster": {"torch": "new"}},
+        {"container": {"runtime": "pyxis"}},
+        {"facts": {"colocated": {"version": "1"}}},
+        {"name": "a b"},
+    ],
+)
+def test_the_schema_refuses_what_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, jobfile.json_schema(), jsonschema.Draft202012Validator)
+    with pytest.raises(JobFileError):
+        jobfile.from_mapping(data)
+
+
+def test_every_mapping_of_the_schema_is_closed_and_speaks() -> None:
+    schema = jobfile.json_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    shapes = [schema, *schema["$defs"].values()]
+    assert all(shape["additionalProperties"] is False for shape in shapes)
+    assert {"lora", "container", "facts"} <= set(schema["properties"])
+    assert schema["properties"]["setup"]["type"] == ["string", "array"]
+    assert schema["properties"]["model"]["description"] == "a known shape; args win over it"
+    assert schema["$defs"]["Facts"]["description"].startswith("What only the user can know")
+    assert "x-types" not in str(schema) and r"\Z" not in str(schema)
