@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from mtlaunch.launcher.states import FINAL_STATES
 from mtlaunch.preflight.rule import Finding
 from mtlaunch.preflight.yaml_text import JobFileError, Place
 
@@ -19,6 +20,10 @@ GIB = 2**30
 
 # Components below this share of a rank's total are left to --format json.
 _SHOWN_SHARE = 0.001
+
+_TRACEBACK_LINES = 8
+
+SHAPE_NOT_KNOWN = "the model's shape is not known"
 
 _COLOURS = {"error": "31;1", "warning": "33;1", "info": "36", "ok": "32;1", "dim": "2", "bold": "1"}
 
@@ -113,7 +118,9 @@ def verdict_lines(printer: Printer, verdict: Verdict) -> None:
     said = ", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items() if n)
     word = printer.paint("refused", "error") if verdict.refused else printer.paint("accepted", "ok")
     printer.line(f"{verdict.plan.file}: {word}" + (f" ({said})" if said else ""))
-    if verdict.estimate is not None:
+    if verdict.estimate is None:
+        unknown_shape(printer, "  ")
+    else:
         printer.line(f"  memory: {estimate_sentence(verdict.estimate)}")
     versions = ", ".join(
         f"{name.replace('_', '-')} {value or 'unknown'}"
@@ -128,12 +135,14 @@ def _versions(verdict: Verdict) -> Mapping[str, str | None]:
     return assumed_versions(verdict.plan)
 
 
+def unknown_shape(printer: Printer, indent: str = "") -> None:
+    printer.line(f"{indent}memory: fits: unknown ({SHAPE_NOT_KNOWN})")
+
+
 def estimate_sentence(estimate: Estimate) -> str:
     content = estimate.to_json()
     worst = next(
-        rank
-        for rank in content["ranks"]
-        if rank["pipeline_rank"] == content["worst_pipeline_rank"]
+        rank for rank in content["ranks"] if rank["pipeline_rank"] == content["worst_pipeline_rank"]
     )
     needs = (
         f"pipeline rank {worst['pipeline_rank']} needs {gib(worst['device_bytes'])} "
@@ -205,7 +214,8 @@ def report(printer: Printer, content: Mapping[str, Any], all_ranks: bool = False
     """Header, table with a row a rank, the estimate beside it, the diagnosis."""
     job, rows = content["job"], content["ranks"]
     state = str(job.get("state") or "UNKNOWN")
-    word = printer.paint(state, "ok" if state == "COMPLETED" else "error")
+    kind = "error" if state in FINAL_STATES else "bold"
+    word = printer.paint(state, "ok" if state == "COMPLETED" else kind)
     elapsed = f", {job['elapsed_s']:.0f} s" if job.get("elapsed_s") is not None else ""
     code = f", exit code {job['exit_code']}" if job.get("exit_code") is not None else ""
     printer.line(f"job {job.get('id')} ({job.get('name')}): {word}{code}{elapsed}")
@@ -213,6 +223,7 @@ def report(printer: Printer, content: Mapping[str, Any], all_ranks: bool = False
         printer.line(f"{printer.paint(one['label'], 'error')}: {one['evidence']}")
         if one["advice"]:
             printer.line(f"  advice: {one['advice']}")
+    _traceback(printer, content)
     shown = rows if all_ranks or len(rows) <= 64 else _folded(rows)
     gpu = any(row.get("peak_reserved_bytes") is not None for row in rows)
     columns = [("rank", "right"), ("node", "left")]
@@ -235,6 +246,19 @@ def report(printer: Printer, content: Mapping[str, Any], all_ranks: bool = False
     _beside(printer, content, gpu)
     for lost in content["summary"]["unreadable"]:
         printer.line(f"not readable: {lost}")
+    for older in content["summary"]["superseded"]:
+        printer.line(f"not shown: {older}")
+
+
+def _traceback(printer: Printer, content: Mapping[str, Any]) -> None:
+    """The end of the traceback of the rank that failed first, which one of many logs holds."""
+    first = content["first_failure"]
+    if first is None:
+        return
+    row = next(one for one in content["ranks"] if one["rank"] == first["rank"])
+    lines = (row.get("traceback") or "").rstrip().splitlines()[-_TRACEBACK_LINES:]
+    for line in lines:
+        printer.line(printer.paint(f"    {line}", "dim"))
 
 
 def _folded(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -243,7 +267,7 @@ def _folded(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     def peak(row: Mapping[str, Any]) -> int:
         return row.get("peak_allocated_bytes") or row.get("peak_host_bytes") or 0
 
-    failed = [row for row in rows if row["exit_code"] or row["signal"] or not row["source"]]
+    failed = [row for row in rows if row["failed"] or not row["source"]]
     largest = sorted(rows, key=peak, reverse=True)[:16]
     chosen = {row["rank"]: row for row in (*failed[:32], *largest)}
     return [chosen[rank] for rank in sorted(chosen)]

@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +92,9 @@ def main(run_dir: Path) -> NoReturn:
     """Run the rank that this process is. Ends the process with the script's own exit code."""
     launch = json.loads((run_dir / "payload" / "launch.json").read_text())
     os.environ.update(rank_variables(dict(os.environ)))
+    if "MTLAUNCH_LOCAL_DIR" in os.environ:
+        # The local executor has no cgroup to end: torchrun's workers would outlive a killed agent.
+        _die_with(os.getppid())
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     slot = open_slot(run_dir, launch, node, local_rank)
@@ -103,11 +107,15 @@ def main(run_dir: Path) -> NoReturn:
         _die_with(parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUTLIVED)
         sys.exit(_script(launch, slot, rank, local_rank, node))
+    end: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": child}
+    handler = _outlive(child, _alone_signalled(), lambda: _note_term(slot, end))
     for number in _OUTLIVED:
-        signal.signal(number, _forward_to(child) if _alone_signalled() else signal.SIG_IGN)
+        signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUTLIVED)
     _, status, usage = os.wait4(child, 0)
-    _record_exit(slot, rank, local_rank, child, status, usage)
+    for number in _OUTLIVED:  # a handler that writes must not come between the halves of a write
+        signal.signal(number, signal.SIG_IGN)
+    _record_end(slot, {**end, **_ending(status, usage)})
     _end_like(status)
 
 
@@ -120,8 +128,27 @@ def _alone_signalled() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getpgrp() != os.getpid()
 
 
-def _forward_to(child: int) -> Any:
-    return lambda number, frame: os.kill(child, number)
+def _outlive(child: int, forward: bool, note_term: Callable[[], None]) -> Any:
+    """What the parent does with a signal that the script may want to handle."""
+
+    def handle(number: int, frame: object) -> None:
+        if forward:
+            os.kill(child, number)
+        if number == signal.SIGTERM:
+            note_term()
+
+    return handle
+
+
+def _note_term(slot: Slot | None, end: dict[str, Any]) -> None:
+    """Keep when the rank was first told to end.
+
+    Written at once: SIGKILL may follow. It tells a rank that was ended because another one failed
+    from the one that failed, whatever the script makes of TERM.
+    """
+    if "term_s" not in end:
+        end["term_s"] = time.time()
+        _record_end(slot, end)
 
 
 def _die_with(parent: int) -> None:
@@ -145,7 +172,7 @@ def _script(
             say(f"rank {rank} on {node}: the environment did not arrive: {one}")
         say("a container image, a module of setup: or a wrapper changed it; the job ends here")
         error = "environment: " + "; ".join(differences)
-        recorder.note({"error": error[:1000], "phase": "refused"})
+        recorder.note({"error": error[:1000], "error_s": time.time(), "phase": "refused"})
         return EXIT_ENVIRONMENT
     if rank == 0:
         count = sum(value is not None for value in launch["environment"].values())
@@ -173,11 +200,13 @@ def _run_user_script(launch: dict[str, Any], recorder: Recorder) -> int | str | 
         recorder.note(
             {
                 "error": f"{type(error).__name__}: {error}"[:1000],
+                "error_s": time.time(),
                 "oom": _is_out_of_memory(error),
                 "traceback": traceback.format_exc()[-2000:],
             }
         )
         _print_traceback(error)
+        recorder.sample()  # the allocator's peaks, with the teardown still to come
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
@@ -221,25 +250,23 @@ def _is_ours(filename: str) -> bool:
     return filename in (__file__, runpy.__file__) or filename.startswith("<frozen runpy")
 
 
-def _record_exit(
-    slot: Slot | None, rank: int, local_rank: int, pid: int, status: int, usage: Any
-) -> None:
+def _ending(status: int, usage: Any) -> dict[str, Any]:
     killed = os.WIFSIGNALED(status)
-    content = {
-        "rank": rank,
-        "local_rank": local_rank,
-        "pid": pid,
+    return {
         "ended_s": time.time(),
         "exit_code": None if killed else os.WEXITSTATUS(status),
         "signal": os.WTERMSIG(status) if killed else None,
         "host_peak_bytes": usage.ru_maxrss * 1024,
     }
+
+
+def _record_end(slot: Slot | None, content: dict[str, Any]) -> None:
     if slot is not None:
         try:
             slot.exit.write(content)
             slot.flush()
         except (OSError, ValueError) as error:
-            say(f"rank {rank}: exit not recorded: {error}")
+            say(f"rank {content['rank']}: exit not recorded: {error}")
 
 
 def _end_like(status: int) -> NoReturn:

@@ -138,12 +138,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What a slot holds: the process's own last state, and how it ended."""
+    """What a slot holds: the process's own last state, and how it ended.
+
+    `exit` has `ended_s` only once the rank has ended: a TERM is noted there before.
+    """
 
     node: str
     local_rank: int
     process: dict[str, Any] = field(default_factory=dict)
     exit: dict[str, Any] = field(default_factory=dict)
+    file: str = ""
 
     @property
     def rank(self) -> int | None:
@@ -176,6 +180,7 @@ def read_file(path: Path) -> Iterator[RankRecord]:
                 local_rank,
                 process[1] if process else {},
                 exit_[1] if exit_ else {},
+                path.name,
             )
 
 

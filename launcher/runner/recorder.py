@@ -51,12 +51,12 @@ class Recorder:
         threading.Thread(target=self._run, name="mtlaunch-recorder", daemon=True).start()
 
     def note(self, content: dict[str, Any]) -> None:
-        """Add to the record: what the injection changed, versions, an error."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            self._state.update(content)
-        self.sample()
+        """Add to the record: what the injection changed, an error.
+
+        Without a measurement: a device that is in trouble may not answer any more.
+        """
+        if os.getpid() == self._pid:
+            self._write(content)
 
     def finish(self) -> None:
         if os.getpid() != self._pid:
@@ -75,42 +75,32 @@ class Recorder:
 
     def sample(self, phase: str | None = None) -> None:
         """One measurement into the slot. Never raises: training goes on without a record."""
+        content: dict[str, Any] = {} if phase is None else {"phase": phase}
+        try:
+            content |= host_memory()
+            content |= cuda_memory()
+        except Exception as error:
+            content["recorder_error"] = repr(error)
+        self._write(content)
+
+    def _write(self, content: dict[str, Any]) -> None:
+        """Into the state and the slot. Nothing here waits for a device: see `note`."""
         try:
             with self._lock:
-                if phase is not None:
-                    self._state["phase"] = phase
+                before = self._state.get("peak_device_bytes") or 0
+                ended = self._state["phase"] == "ended"
+                self._state.update(content)
+                if "peak_device_bytes" in content:
+                    self._state["peak_device_bytes"] = max(before, content["peak_device_bytes"])
+                if ended:  # the sampling thread may come after the last write
+                    self._state["phase"] = "ended"
                 self._state["updated_s"] = time.time()
                 self._state["samples"] += 1
-                self._state.update(host_memory())
-                self._add_cuda()
                 self._add_versions()
                 if self._slot is not None:
                     self._slot.process.write(self._state)
         except Exception as error:
             self._state["recorder_error"] = repr(error)
-
-    def _add_cuda(self) -> None:
-        torch = sys.modules.get("torch")
-        cuda = getattr(torch, "cuda", None)
-        if cuda is None or not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
-            return
-        device, stats = _busiest_device(cuda)
-        if device is None:
-            return
-        for name, key in _ALLOCATOR.items():
-            if key in stats:
-                self._state[name] = stats[key]
-        free_bytes, total_bytes = cuda.mem_get_info(device)
-        used_bytes = total_bytes - free_bytes
-        self._state["peak_device_bytes"] = max(
-            used_bytes, self._state.get("peak_device_bytes") or 0
-        )
-        if "gpu" not in self._state:
-            self._state["gpu"] = {
-                "name": cuda.get_device_name(device),
-                "capacity_bytes": total_bytes,
-                "index": device,
-            }
 
     def _add_versions(self) -> None:
         found = self._state.setdefault("versions", {"python": sys.version.split()[0]})
@@ -119,6 +109,26 @@ class Recorder:
                 version = getattr(sys.modules.get(module), "__version__", None)
                 if version is not None:
                     found[name] = str(version)
+
+
+def cuda_memory() -> dict[str, Any]:
+    """Allocator statistics, memory in use and name of the rank's card; {} where there is none."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
+        return {}
+    device, stats = _busiest_device(cuda)
+    if device is None:
+        return {}
+    found = {name: stats[key] for name, key in _ALLOCATOR.items() if key in stats}
+    free_bytes, total_bytes = cuda.mem_get_info(device)
+    found["peak_device_bytes"] = total_bytes - free_bytes
+    found["gpu"] = {
+        "name": cuda.get_device_name(device),
+        "capacity_bytes": total_bytes,
+        "index": device,
+    }
+    return found
 
 
 def _busiest_device(cuda: Any) -> tuple[int | None, dict[str, Any]]:

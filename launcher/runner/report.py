@@ -19,8 +19,31 @@ from mtlaunch.launcher.runner.record import RankRecord, read_file
 
 SCHEMA = "mtlaunch.report/1"
 
-# States that a job gets without a fault of a rank; squeue(1), JOB STATE CODES.
-_ENDED_FROM_OUTSIDE = {"CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "TIMEOUT"}
+# States after which nothing changes any more; squeue(1), JOB STATE CODES. A copy of
+# launcher.states, which is not in the payload.
+FINAL_STATES = frozenset(
+    """BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
+    TIMEOUT""".split()
+)
+
+# States that a job gets without a fault of a rank: label of the diagnosis, what happened.
+_ENDED_FROM_OUTSIDE = {
+    "CANCELLED": ("unknown", "cancelled"),
+    "DEADLINE": ("unknown", "deadline"),
+    "NODE_FAIL": ("node_failure", "a node failed"),
+    "PREEMPTED": ("preempted_requeued", "preempted"),
+    "TIMEOUT": ("unknown", "time limit"),
+}
+
+# The script's exit code when its ranks saved and left before the time limit; as in render.
+EXIT_NEAR_LIMIT = 85
+
+# `ended` of a rank that recorded no end: in a job that is over, that runs, of unknown state.
+_KILLED, _RUNNING, _LOST = "killed: no end recorded", "running", "lost: no end recorded"
+
+# TERM reaches script and waiting parent at the same time; the parent may note it this much later
+# than the script's handler raises.
+_TERM_SLACK_S = 0.05
 
 # Report keys of a rank: contract, DESIGN section 4.
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
@@ -70,30 +93,70 @@ def read_records(run_dir: Path, attempt: int) -> tuple[list[RankRecord], list[st
     return records, lost
 
 
-def build(run_dir: Path, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The report of a run from what lies in its folder; `job` is the scheduler's word on it."""
+def newest_starts(records: Iterable[RankRecord]) -> tuple[list[RankRecord], list[str]]:
+    """One record a rank, the one that started last, and a sentence for each of the others.
+
+    There are others after a second `sbatch job.sbatch` that got other nodes, or a copied file.
+    """
+    kept: dict[int, RankRecord] = {}
+    others: list[str] = []
+    for record in records:
+        rank = record.rank
+        if rank is None:
+            continue
+        before = kept.get(rank, record)
+        newer, older = (record, before) if _age(record) > _age(before) else (before, record)
+        kept[rank] = newer
+        if older is not newer:
+            others.append(f"{older.file}: rank {rank} is taken from {newer.file}")
+    return list(kept.values()), others
+
+
+def _age(record: RankRecord) -> tuple[float, float, float]:
+    process = record.process
+    return (
+        process.get("started_s") or 0.0,
+        process.get("updated_s") or 0.0,
+        record.exit.get("ended_s") or 0.0,
+    )
+
+
+def build(
+    run_dir: Path,
+    job: Mapping[str, Any] | None = None,
+    status: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The report of a run from what lies in its folder.
+
+    `job` is the scheduler's word on it; `status` stands for status.json, which may not have been
+    written.
+    """
     launch = read_json(run_dir / "payload" / "launch.json") or {}
-    status = read_json(run_dir / "status.json") or {}
+    if status is None:
+        status = read_json(run_dir / "status.json") or {}
     attempts = attempts_of(run_dir)
     current = attempts[-1] if attempts else 0
-    records, lost = read_records(run_dir, current)
+    known = {key: value for key, value in (job or {}).items() if value is not None}
+    endless = _without_end(known.get("state"), status, current)
+    job = {**_job(launch, status, current), **known}
+    if job.get("state") not in FINAL_STATES:
+        job["exit_code"] = None  # Slurm shows 0 as long as a job runs
+    found, lost = read_records(run_dir, current)
+    records, superseded = newest_starts(found)
     expected = int(launch.get("world_size") or len(records))
-    ranks = [_rank_row(record) for record in records if record.rank is not None]
-    ranks.sort(key=lambda row: row["rank"])
+    ranks = [_rank_row(record, endless) for record in records]
     present = {row["rank"] for row in ranks}
     ranks += [_lost_row(rank) for rank in range(expected) if rank not in present]
     ranks.sort(key=lambda row: row["rank"])
-    known = {key: value for key, value in (job or {}).items() if value is not None}
-    job = {**_job(launch, status, current), **known}
     first = _first_failure(ranks, str(job.get("state")))
     return {
         "schema": SCHEMA,
         "job": job,
         "ranks": ranks,
-        "summary": _summary(ranks, records, lost),
+        "summary": {**_summary(ranks, records), "unreadable": lost, "superseded": superseded},
         "estimate": read_json(run_dir / "estimate.json"),
         "attempts": [
-            {"attempt": number, "ranks": len(read_records(run_dir, number)[0])}
+            {"attempt": number, "ranks": len(newest_starts(read_records(run_dir, number)[0])[0])}
             for number in attempts
         ],
         "diagnosis": _diagnosis(job, ranks, first),
@@ -116,19 +179,31 @@ def _job(launch: Mapping[str, Any], status: Mapping[str, Any], attempt: int) -> 
     }
 
 
-def _rank_row(record: RankRecord) -> dict[str, Any]:
+def _without_end(state: str | None, status: Mapping[str, Any], attempt: int) -> str:
+    """What became of a rank that has a record and no end in it; `state` is the scheduler's word.
+
+    SIGKILL of a whole rank leaves nobody to record its end: the OOM killer of a cgroup,
+    `scancel --signal=KILL`, Slurm's KillWait.
+    """
+    over = bool(status.get("ended_s")) and (status.get("attempt") or 0) >= attempt
+    if over or state in FINAL_STATES:
+        return _KILLED
+    state = state or status.get("state")
+    # between two attempts nothing runs, and the first may have ended in any way
+    return _LOST if not state or state.startswith(("PENDING", "REQUEUE")) else _RUNNING
+
+
+def _rank_row(record: RankRecord, endless: str) -> dict[str, Any]:
     process, ended = record.process, record.exit
     if ended.get("pid") != process.get("pid", ended.get("pid")):
         ended = {}  # of an earlier start of the same script: `sbatch job.sbatch` once more
+    term_s = ended.get("term_s")
+    if ended.get("ended_s") is None:
+        ended = {}
     peaks = [memory.get("host_peak_bytes") or 0 for memory in (process, ended)]
     complete = bool(ended) and process.get("phase") in ("ended", "refused")
-    number = ended.get("signal")
-    if number:
-        how = f"killed by {_signal_name(number)}"
-    elif ended:
-        how = "out of memory" if process.get("oom") else "exited"
-    else:
-        how = "lost: no end recorded"
+    how = _how_it_ended(process, ended, endless)
+    noted = process.get("error_s") is not None
     if process.get("peak_allocated_bytes") is not None:
         source = "allocator at exit" if complete else "allocator, last sample"
     else:
@@ -141,24 +216,41 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
         **{name: process.get(name) for name in _PEAKS},
         "peak_host_bytes": max(peaks) or None,
         "exit_code": ended.get("exit_code"),
-        "signal": number,
+        "signal": ended.get("signal"),
         "ended": how,
+        "failed": bool(ended.get("exit_code") or ended.get("signal") or noted or how == _KILLED),
         "source": source,
         "complete": complete,
         "started_s": process.get("started_s"),
         "ended_s": ended.get("ended_s"),
+        "term_s": term_s,
+        "error_s": process.get("error_s"),
         "last_record_s": process.get("updated_s"),
         "error": process.get("error"),
+        "traceback": process.get("traceback"),
         "versions": process.get("versions"),
         "modules": process.get("modules"),
     }
+
+
+def _how_it_ended(process: Mapping[str, Any], ended: Mapping[str, Any], endless: str) -> str:
+    """An error that the rank noted comes before the signal that ended it afterwards."""
+    number = ended.get("signal")
+    if process.get("oom"):
+        return "out of memory"
+    if process.get("error_s") is not None and (number or not ended):
+        return "error"
+    if number:
+        return f"killed by {_signal_name(number)}"
+    return "exited" if ended else endless
 
 
 def _lost_row(rank: int) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(
         ("local_rank", "node", "gpu", *_PEAKS, "peak_host_bytes", "exit_code", "signal")
     )
-    return {"rank": rank, **row, "ended": "no record", "source": None, "complete": False}
+    row |= {"ended": "no record", "failed": False, "source": None, "complete": False}
+    return {"rank": rank, **row}
 
 
 def _signal_name(number: int) -> str:
@@ -168,30 +260,51 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _failed(row: Mapping[str, Any]) -> bool:
-    return bool(row.get("exit_code") or row.get("signal"))
+def _failed_s(row: Mapping[str, Any]) -> float:
+    """When a rank failed, as near as its record tells."""
+    times = (row.get(name) for name in ("error_s", "ended_s", "last_record_s"))
+    return next((time_s for time_s in times if time_s is not None), float("inf"))
+
+
+def _was_told_to_end(row: Mapping[str, Any]) -> bool:
+    """Whether TERM came before the failure: what the others get when Slurm ends a step."""
+    error_s, ended_s, term_s = row.get("error_s"), row.get("ended_s"), row.get("term_s")
+    if term_s is None:
+        return bool(error_s is None and row.get("signal") == signal.SIGTERM)
+    failed_s = error_s if error_s is not None else ended_s
+    return failed_s is None or bool(term_s <= failed_s + _TERM_SLACK_S)
 
 
 def _first_failure(ranks: Iterable[Mapping[str, Any]], state: str) -> dict[str, Any] | None:
-    """The rank that failed first. TERM is what the others get when Slurm ends the step."""
-    failed = [row for row in ranks if _failed(row)]
-    own = [row for row in failed if row.get("signal") != signal.SIGTERM]
-    candidates = own or ([] if state in _ENDED_FROM_OUTSIDE else failed)
+    """The rank that failed first, if the job was not ended from outside before that."""
+    rows = list(ranks)
+    failed = [row for row in rows if row["failed"]]
+    own = [row for row in failed if not _was_told_to_end(row)]
+    if state in _ENDED_FROM_OUTSIDE:
+        candidates = [row for row in own if row.get("error_s") is not None]
+        if state == "NODE_FAIL":
+            # The others get errors of their connections to the ranks that are gone.
+            gone = [row.get("last_record_s") or 0.0 for row in rows if not row.get("ended_s")]
+            candidates = [row for row in candidates if row["error_s"] < min(gone, default=0.0)]
+    else:
+        candidates = own or failed
     if not candidates:
         return None
-    row = min(candidates, key=lambda one: (one.get("ended_s") or float("inf"), one["rank"]))
-    return {"rank": row["rank"], "node": row["node"], "time": row.get("ended_s")}
+    row = min(candidates, key=lambda one: (_failed_s(one), one["rank"]))
+    failed_s = _failed_s(row)
+    return {
+        "rank": row["rank"],
+        "node": row["node"],
+        "time": None if failed_s == float("inf") else failed_s,
+    }
 
 
-def _summary(
-    ranks: list[dict[str, Any]], records: list[RankRecord], lost: list[str]
-) -> dict[str, Any]:
+def _summary(ranks: list[dict[str, Any]], records: list[RankRecord]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "ranks": len(ranks),
         "recorded": sum(row["source"] is not None for row in ranks),
         "complete": sum(row["complete"] for row in ranks),
-        "failed": sum(_failed(row) for row in ranks),
-        "unreadable": lost,
+        "failed": sum(row["failed"] for row in ranks),
     }
     for name in (*_PEAKS, "peak_host_bytes"):
         values = sorted((row[name], row["rank"]) for row in ranks if row[name] is not None)
@@ -210,36 +323,76 @@ def _summary(
     return summary
 
 
+def _finding(label: str, rank: int | None, evidence: str, advice: str = "") -> dict[str, Any]:
+    return {"label": label, "rank": rank, "evidence": evidence, "advice": advice}
+
+
 def _diagnosis(
     job: Mapping[str, Any], ranks: list[dict[str, Any]], first: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """Never empty for a job that failed; says no more than the records show."""
-    state = str(job.get("state") or "")
     if first is None:
-        if state in ("", "COMPLETED", "RUNNING", "PENDING", "COMPLETING"):
-            return []
-        evidence = f"the scheduler says {state}; no rank recorded a failure of its own"
-        label = "preempted_requeued" if state == "PREEMPTED" else "unknown"
-        return [{"label": label, "rank": None, "evidence": evidence, "advice": ""}]
+        return _without_failure(job, ranks)
+    state = str(job.get("state"))
     row = next(one for one in ranks if one["rank"] == first["rank"])
-    where = f"rank {row['rank']} on {row['node']}"
-    error = row.get("error")
+    return [_of_rank(row, [one for one in ranks if one is not row], state)]
+
+
+def _without_failure(
+    job: Mapping[str, Any], ranks: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Of a job in which no rank failed by itself."""
+    state = str(job.get("state") or "")
+    if state == "COMPLETED" or state not in FINAL_STATES:
+        return []
+    if state in _ENDED_FROM_OUTSIDE:
+        label, what = _ENDED_FROM_OUTSIDE[state]
+        said = f"{what}: the scheduler says {state}, and no rank noted an error before"
+        return [_finding(label, None, said)]
+    if job.get("exit_code") == EXIT_NEAR_LIMIT:
+        said = "stopped before the time limit, as asked"
+        return [_finding("preempted_requeued", None, said, "resume from the checkpoint")]
+    if not any(row["source"] for row in ranks):
+        said = f"the scheduler says {state}; no rank started"
+        return [_finding("launch_failure", None, said, "see the job's log: mtlaunch logs")]
+    said = f"the scheduler says {state}; no rank recorded a failure of its own"
+    return [_finding("unknown", None, said)]
+
+
+def _of_rank(
+    row: Mapping[str, Any], others: Iterable[Mapping[str, Any]], state: str
+) -> dict[str, Any]:
+    """Why the rank that failed first did."""
+    rank, where = row["rank"], f"rank {row['rank']} on {row['node']}"
+    error, how = row.get("error"), row["ended"]
     if error and error.startswith("environment:"):
-        label = "launch_failure"
         advice = "make what changed the variable keep it, or set it in env:"
-        evidence = f"{where}: {error}"
-    elif row["ended"] == "out of memory":
-        label, evidence = "gpu_capacity", f"{where}: {error}"
+        return _finding("launch_failure", rank, f"{where}: {error}", advice)
+    if how == "out of memory":
         advice = "compare the estimate's largest component with the card"
-    elif row["signal"]:
-        label = "task_failure"
-        evidence = f"{where} was {row['ended']}"
-        advice = (
-            "SIGKILL from outside: the host's OOM killer, an operator, or a health check; see dmesg"
-            if row["signal"] == signal.SIGKILL
-            else ""
-        )
-    else:
-        label, advice = "task_failure", "see the log of that rank"
-        evidence = f"{where} exited with {row['exit_code']}" + (f": {error}" if error else "")
-    return [{"label": label, "rank": row["rank"], "evidence": evidence, "advice": advice}]
+        return _finding("gpu_capacity", rank, f"{where}: {error or how}", advice)
+    if how == _KILLED:
+        said = f"{where}: the whole rank was killed (SIGKILL) {_after_last_record(row, others)}"
+        advice = "the host's OOM killer, an operator, or a health check; see dmesg"
+        if state == "OUT_OF_MEMORY":
+            advice = "it needed more host memory than the job asked for: slurm.mem"
+        return _finding("task_failure", rank, said, advice)
+    if how == "error":
+        end = f", then {_signal_name(row['signal'])}" if row["signal"] else ""
+        said = f"{where} failed: {error or 'an error'}{end}"
+        return _finding("task_failure", rank, said, "see the log of that rank")
+    if row["signal"]:
+        advice = "SIGKILL from outside: the host's OOM killer, an operator, or a health check"
+        advice = f"{advice}; see dmesg" if row["signal"] == signal.SIGKILL else ""
+        return _finding("task_failure", rank, f"{where} was {how}", advice)
+    said = f"{where} exited with {row['exit_code']}" + (f": {error}" if error else "")
+    return _finding("task_failure", rank, said, "see the log of that rank")
+
+
+def _after_last_record(row: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> str:
+    """The kill itself is not recorded; what happened to another rank next bounds it."""
+    last_s = row.get("last_record_s")
+    names = ("error_s", "term_s", "ended_s")
+    times = [other[name] for other in others for name in names if other.get(name) is not None]
+    later = [time_s - last_s for time_s in times if last_s is not None and time_s >= last_s]
+    return f"at most {min(later):.1f} s after its last record" if later else "at its last record"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def test_an_exception_is_in_the_record_with_its_kind(ranks: Any) -> None:
     process = ranks.record().process
     assert process["error"] == "OutOfMemoryError: tried 2 GiB"
     assert process["oom"] is True
+    assert process["started_s"] <= process["error_s"] <= ranks.record().exit["ended_s"]
     assert "train.py" in process["traceback"]
 
 
@@ -129,6 +131,24 @@ def test_killing_the_waiting_parent_takes_the_script_along(
     assert pid != process.pid
     process.kill()
     wait_until(lambda: not alive(pid, None), "end of the script")
+
+
+def test_the_time_of_the_first_term_is_recorded_before_the_rank_has_ended(
+    ranks: Any, wait_until: Callable[..., Any]
+) -> None:
+    script = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    script += "print(os.getpid(), flush=True)\ntime.sleep(60)"
+    process, pid = start_and_read_pid(ranks, script)
+    asked = time.time()
+    os.killpg(process.pid, signal.SIGTERM)
+    wait_until(lambda: "term_s" in ranks.record().exit, "the TERM in the record")
+    os.killpg(process.pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGKILL)
+    ranks.finish(process)
+    end = ranks.record().exit
+    assert asked <= end["term_s"] < asked + 5
+    assert (end["signal"], end["pid"]) == (signal.SIGKILL, pid)
+    assert end["term_s"] <= end["ended_s"]
 
 
 def test_threads_and_atexit_functions_of_the_script_run_to_their_end(ranks: Any) -> None:
@@ -410,6 +430,30 @@ cuda = types.SimpleNamespace(is_initialized=broken)
 """)
     done = ranks.run("import torch, time; time.sleep(1.2); print('trained')")
     assert (done.code, done.out, done.err) == (0, "trained\n", "")
+
+
+@pytest.mark.parametrize(
+    "answer", ["raise RuntimeError('CUDA error')", "time.sleep(60)"], ids=["error", "hang"]
+)
+def test_an_error_is_recorded_where_the_device_answers_no_more(
+    ranks: Any, wait_until: Callable[..., Any], answer: str
+) -> None:
+    (ranks.folder / "torch.py").write_text(f"""\
+import time, types
+def asked(*args): {answer}
+cuda = types.SimpleNamespace(is_initialized=asked)
+""")
+    process = ranks.start(
+        ranks.prepare(
+            "import os, torch, time\nprint(os.getpid(), flush=True)\n"
+            "time.sleep(1.2)\nraise ValueError('bad')"
+        )
+    )
+    process.stdout.readline()
+    wait_until(lambda: ranks.record().process.get("error"), "the error", 5)
+    assert ranks.record().process["error"] == "ValueError: bad"
+    assert select.select([process.stderr], [], [], 5)[0], "no traceback"
+    assert process.stderr.readline().startswith("Traceback")
 
 
 def test_training_runs_where_no_record_can_be_made(ranks: Any) -> None:

@@ -52,6 +52,7 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
     slot.flush()
     found = one(path)
     assert (found.node, found.local_rank, found.rank) == ("n1", 1, 5)
+    assert found.file == "n1.rec"
     assert found.process == {"rank": 5, "phase": "running", "name": "Grüße", "peak": 2**40}
     assert found.exit == {"exit_code": 3, "signal": None}
 
