@@ -42,7 +42,7 @@ def main() -> None:
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        _show_usage_error(error)
         sys.exit(states.EXIT_USAGE)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
@@ -58,6 +58,22 @@ def main() -> None:
         sys.exit(states.EXIT_BUG)
 
 
+def _show_usage_error(error: click.ClickException) -> None:
+    """Words, or the document of the command's schema: its options were not parsed to the end."""
+    if not _json_is_asked(sys.argv[1:]):
+        error.show()
+        return
+    context = getattr(error, "ctx", None)
+    in_command = context is not None and context.parent is not None
+    name = context.info_name if in_command and context is not None else "error"
+    hint = f"mtlaunch {name} --help" if in_command else "mtlaunch --help"
+    emit(_error_document(f"mtlaunch.{name}/1", error.format_message(), hint))
+
+
+def _json_is_asked(words: list[str]) -> bool:
+    return "--format=json" in words or ("--format", "json") in zip(words, words[1:], strict=False)
+
+
 # -- options that several commands share -----------------------------------------------------------
 
 _Command = Callable[..., Any]
@@ -71,13 +87,6 @@ set_option = click.option(
 )
 format_option = click.option(
     "--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
-ignore_option = click.option(
-    "--ignore",
-    "ignored",
-    multiple=True,
-    metavar="ID",
-    help="Leave out a rule or a family: --ignore PIP003 --ignore MEM.",
 )
 template_option = click.option(
     "--template-dir",
@@ -145,10 +154,35 @@ def fail(
 ) -> NoReturn:
     """End with an error: a document on stdout with --format json, else words on stderr."""
     if format_ == "json":
-        emit({"schema": schema, "error": {"message": message, "hint": hint}})
+        emit(_error_document(schema, message, hint))
         sys.exit(code)
     click.echo(f"mtlaunch: {message}" + (f"\n  fix: {hint}" if hint else ""), err=True)
     sys.exit(code)
+
+
+def _error_document(schema: str, message: str, hint: str) -> dict[str, Any]:
+    return {"schema": schema, "error": {"message": message, "hint": hint}}
+
+
+def rule_ids(words: tuple[str, ...], families: bool, format_: str, schema: str) -> tuple[str, ...]:
+    """Ids of --select and --ignore in their own case, or exit code 2 for what is none."""
+    if not words:
+        return ()
+    from mtlaunch.preflight.jobfile import did_you_mean
+    from mtlaunch.preflight.rule import FAMILIES, all_rules
+
+    ids = [one.id for one in all_rules()]
+    found = tuple(word.upper() for word in words)
+    for word in found:
+        if word in FAMILIES and not families:
+            members = " ".join(f"--ignore {one}" for one in ids if one[:3] == word)
+            message = f"{word} is a family of rules; submit ignores single ids only"
+            fail(states.EXIT_USAGE, message, members, format_, schema)
+        if word not in FAMILIES and word not in ids:
+            known = [*ids, *(FAMILIES if families else ())]
+            hint = did_you_mean(word, known, 0.5) or "mtlaunch rules lists all"
+            fail(states.EXIT_USAGE, f"no rule {word}", hint, format_, schema)
+    return tuple(dict.fromkeys(found))
 
 
 # -- before the queue ------------------------------------------------------------------------------
@@ -159,7 +193,13 @@ def fail(
 @set_option
 @format_option
 @click.option("--select", "selected", multiple=True, metavar="ID", help="Only these.")
-@ignore_option
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    metavar="ID",
+    help="Leave out a rule or a family: --ignore PIP003 --ignore MEM.",
+)
 def check(
     files: tuple[str, ...],
     assignments: tuple[str, ...],
@@ -178,6 +218,8 @@ def check(
     from mtlaunch.preflight.verdict import check as run_check
     from mtlaunch.preflight.yaml_text import JobFileError
 
+    selected = rule_ids(selected, True, format_, CHECK_SCHEMA)
+    ignored = rule_ids(ignored, True, format_, CHECK_SCHEMA)
     code = states.EXIT_OK
     for file in files:
         try:
@@ -213,14 +255,34 @@ def estimate(file: str, assignments: tuple[str, ...], format_: str) -> None:
     schema = "mtlaunch.estimate/1"
     _, plan = plan_or_exit(file, assignments, format_, schema)
     result = run_estimate(plan)
-    if result is None:
-        hint = "give model:, or num-layers, hidden-size, vocab-size and seq-length in args"
-        message = "the model's shape is not known: no estimate"
-        fail(states.EXIT_USAGE, message, hint, format_, schema)
     if format_ == "json":
-        emit(result.to_json())
+        emit(_unknown_estimate(plan, schema) if result is None else result.to_json())
+    elif result is None:
+        show.unknown_shape(show.Printer())
+        hint = "give model:, or num-layers, hidden-size, vocab-size and seq-length in args"
+        click.echo(f"  fix: {hint}", err=True)
     else:
         show.estimate(show.Printer(), result.to_json())
+
+
+def _unknown_estimate(plan: Plan, schema: str) -> dict[str, Any]:
+    """The estimate of a job whose model is not known: no rank, and why."""
+    from mtlaunch.launcher.show import SHAPE_NOT_KNOWN
+
+    capacity = None if plan.gpu is None else plan.gpu.capacity_bytes
+    name = plan.gpu_name if plan.gpu is None else plan.gpu.name
+    sizes = {one: getattr(plan, one) for one in ("tp", "pp", "cp", "ep", "etp", "dp", "edp")}
+    return {
+        "schema": schema,
+        "gpu": None if name is None else {"name": name, "capacity_bytes": capacity},
+        "world_size": plan.world_size,
+        "parallel": {**sizes, "vpp": plan.vpp or 1},
+        "ranks": [],
+        "worst_pipeline_rank": None,
+        "fits": "unknown",
+        "assumptions": [],
+        "not_modelled": [SHAPE_NOT_KNOWN],
+    }
 
 
 @cli.command()
@@ -350,7 +412,13 @@ def doctor(format_: str) -> None:
 @cli.command()
 @job_argument
 @set_option
-@ignore_option
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    metavar="ID",
+    help="Submit although this rule refuses: --ignore PIP003. Recorded in the report.",
+)
 @template_option
 @runs_option
 @click.option(
@@ -384,7 +452,8 @@ def submit(
     """
     from mtlaunch.launcher import submission
 
-    job, plan = plan_or_exit(file, assignments, format_, "mtlaunch.submit/1")
+    ignored = rule_ids(ignored, False, format_, submission.SCHEMA)
+    job, plan = plan_or_exit(file, assignments, format_, submission.SCHEMA)
     options = submission.Options(
         ignored=ignored,
         template_dir=template_dir,
@@ -397,7 +466,7 @@ def submit(
     try:
         sys.exit(submission.submit(job, plan, options))
     except submission.SubmissionError as error:
-        fail(error.exit_code, str(error), error.hint, format_, "mtlaunch.submit/1")
+        fail(error.exit_code, str(error), error.hint, format_, submission.SCHEMA)
 
 
 def _run_or_exit(reference: str, format_: str = "text", schema: str = "") -> RunDir:
@@ -440,7 +509,7 @@ def status(reference: str, format_: str) -> None:
 
     run = _run_or_exit(reference, format_, "mtlaunch.status/1")
     state = job_state(run)
-    job_id = run.submission.get("job_id")
+    job_id = run.job_id
     if format_ == "json":
         content = {"job_id": job_id, "run_dir": str(run.path), **state.to_json()}
         emit({"schema": "mtlaunch.status/1", **content, "reason": state.reason})
@@ -466,10 +535,13 @@ def cancel(reference: str) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; Ctrl-C leaves it.")
 def logs(reference: str, follow: bool) -> None:
     """Print the log of a run."""
-    from mtlaunch.launcher.submission import job_state
+    from mtlaunch.launcher.submission import SubmissionError, Watch
     from mtlaunch.launcher.tail import follow_log
 
     run = _run_or_exit(reference)
-    path = run.log(str(run.submission.get("job_id")))
-    for line in follow_log(path, (lambda: job_state(run).final) if follow else lambda: True):
-        click.echo(line)
+    path = run.log(str(run.job_id))
+    try:
+        for line in follow_log(path, Watch(run).ended if follow else lambda: True):
+            click.echo(line)
+    except SubmissionError as error:
+        fail(error.exit_code, str(error), error.hint)

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from secrets import randbelow
+from typing import Any
 
 from mtlaunch.launcher.processes import alive
 from mtlaunch.launcher.rundir import RunDir
@@ -49,25 +51,39 @@ def submit(run: RunDir, nodes: int) -> str:
             cwd="/",
             env=clean_environment(os.environ),
         )
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if (run.path / "local.json").exists():
+    try:
+        if _started(run, supervisor):
             return f"local-{number}"
-        if supervisor.poll() is not None:
-            break
-        time.sleep(0.02)
+    except BaseException:  # Ctrl-C: nobody would ever learn the id of this job
+        supervisor.kill()
+        supervisor.wait()
+        raise
     supervisor.kill()
     said = (run.path / "logs" / "supervisor.log").read_text(errors="replace")[-2000:]
     raise LocalError(f"the supervisor did not start: {said.strip() or 'it said nothing'}")
 
 
+def _started(run: RunDir, supervisor: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if (run.path / "local.json").exists():
+            return True
+        if supervisor.poll() is not None:
+            return False
+        time.sleep(0.02)
+    return False
+
+
 def job_state(run: RunDir) -> JobState:
     local = read_json(run.path / "local.json") or {}
+    gone = local.get("state") == "RUNNING" and not _supervised(local)
+    if gone:  # it may have written the end, and left, since the file was read
+        local = read_json(run.path / "local.json") or {}
     state = str(local.get("state", "UNKNOWN"))
     started = local.get("started_s")
     ended = local.get("ended_s") or time.time()
     elapsed_s = ended - started if started else None
-    if state == "RUNNING" and not alive(int(local["pid"]), local.get("start_ticks")):
+    if gone and state == "RUNNING":
         return JobState("FAILED", None, None, elapsed_s, "the supervisor of the job is gone")
     return JobState(state, local.get("exit_code"), local.get("signal"), elapsed_s)
 
@@ -75,7 +91,11 @@ def job_state(run: RunDir) -> JobState:
 def cancel(run: RunDir) -> bool:
     """Ask the supervisor to end the job; False when it has ended already."""
     local = read_json(run.path / "local.json") or {}
-    if local.get("state") != "RUNNING" or not alive(int(local["pid"]), local.get("start_ticks")):
+    if local.get("state") != "RUNNING" or not _supervised(local):
         return False
     os.kill(int(local["pid"]), signal.SIGTERM)
     return True
+
+
+def _supervised(local: Mapping[str, Any]) -> bool:
+    return alive(int(local["pid"]), local.get("start_ticks"))

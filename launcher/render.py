@@ -93,6 +93,7 @@ def sbatch_options(plan: Plan, run_dir: str) -> list[tuple[str, str | None]]:
         if value is not None and _LINE_BREAKS.search(value):
             raise RenderError(f"slurm.{option}: a line break cannot be rendered: {value!r}")
     own.setdefault("nodes", str(plan.nodes))
+    own.pop("ntasks", None)  # the total follows from nodes and tasks a node, as resolve has read it
     own["ntasks-per-node"] = str(tasks_per_node(plan))
     if "signal" not in own and plan.warning_before_limit_s is not None:
         own["signal"] = f"B:USR1@{plan.warning_before_limit_s}"

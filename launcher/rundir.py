@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mtlaunch.launcher.runner.report import read_json, write_json
+from mtlaunch.launcher.states import JobState
 from mtlaunch.preflight import environment
 from mtlaunch.preflight.plan import Plan, show_version
 
@@ -39,6 +40,23 @@ class RunDir:
     def submission(self) -> dict[str, Any]:
         """How it was submitted: executor, job id, cluster."""
         return read_json(self.path / "submission.json") or {}
+
+    @property
+    def job_id(self) -> str | None:
+        """By the submission, or by the job itself where sbatch did not name it."""
+        status = read_json(self.path / "status.json") or {}
+        found = self.submission.get("job_id") or status.get("job_id")
+        return str(found) if found else None
+
+    def ended_state(self) -> JobState | None:
+        """How the job ended by its own last word; None before, or when it was killed."""
+        status = read_json(self.path / "status.json") or {}
+        started, ended = status.get("started_s"), status.get("ended_s")
+        # the script may have been queued again by hand, under another id
+        if ended is None or status.get("job_id") not in (None, self.job_id):
+            return None
+        elapsed_s = ended - started if started else None
+        return JobState(str(status.get("state")), status.get("exit_code"), elapsed_s=elapsed_s)
 
     def log(self, job_id: str) -> Path:
         return self.path / "logs" / f"{job_id.removeprefix('local-')}.log"

@@ -1,4 +1,4 @@
-"""The Slurm executor, on submitit's: the only module that runs sbatch, sacct, squeue, scancel.
+"""The Slurm executor, on submitit's: the only module that runs sbatch, scontrol, sacct, scancel.
 
 submitit's executor pickles a Python function and writes its own script. Here the script is ours,
 byte for byte, so the parts that write, submit and parse are overridden; its Job and its
@@ -8,34 +8,44 @@ test against a real Slurm.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
+from submitit.core.utils import FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from mtlaunch.launcher.rundir import RunDir
 from mtlaunch.launcher.slurm_env import clean_environment
 from mtlaunch.launcher.states import FINAL_STATES, JobState
 
+# srun is submitit's and the script's; the controller may be asked from a host without it.
+_NEEDED = ("scontrol", "sbatch", "srun")
+
+# A controller under load answers late; one that is gone, never.
+_ANSWER_TIMEOUT_S = 60.0
+
 
 class SchedulerError(RuntimeError):
-    """sbatch refused; the message is its own."""
+    """Slurm refused, and nothing is queued; the message is its own."""
+
+
+class LostJobError(RuntimeError):
+    """sbatch may have queued a job whose id is not known."""
 
 
 def unavailable_reason() -> str | None:
     """Why there is no Slurm here, or None: it must answer, not just be installed."""
-    if shutil.which("scontrol") is None or shutil.which("sbatch") is None:
-        return "scontrol and sbatch are not on PATH"
+    missing = [name for name in _NEEDED if shutil.which(name) is None]
+    if missing:
+        return f"not on PATH: {', '.join(missing)}"
     try:
-        ping = subprocess.run(
-            ["scontrol", "ping"], capture_output=True, text=True, timeout=20, check=False
-        )
+        ping = _run(["scontrol", "ping"], timeout_s=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"scontrol ping: {error}"
     if ping.returncode == 0 and re.search(r"\bis UP\b", ping.stdout):
@@ -44,14 +54,34 @@ def unavailable_reason() -> str | None:
     return "scontrol ping: " + (lines[-1] if lines else f"exit {ping.returncode}")
 
 
+def _run(
+    command: Sequence[str], timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Without the SLURM_* of the shell: SLURM_CLUSTERS would ask another cluster."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=clean_environment(os.environ),
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 class _Watcher(SlurmInfoWatcher):
     """submitit's sacct poller with the fields a verdict needs and a positive list of ends."""
+
+    def __init__(self, cluster: str) -> None:
+        super().__init__(delay_s=30)
+        self._cluster = cluster
 
     def _make_command(self) -> list[str] | None:
         command: list[str] | None = super()._make_command()
         if command is not None:
             fields = "JobID,State,NodeList,ExitCode,DerivedExitCode,ElapsedRaw,Reason"
             command[command.index("-o") + 1] = fields
+            command += _on(self._cluster)
         return command
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
@@ -59,22 +89,57 @@ class _Watcher(SlurmInfoWatcher):
         return words[0].rstrip("+") in FINAL_STATES
 
 
-class Job(SlurmJob[Any]):
-    """submitit's Job for one of our scripts: polled by id, from any process."""
+@functools.cache
+def _watcher(cluster: str) -> _Watcher:
+    """One for all jobs of a cluster, as submitit has it: it asks for all of them at once."""
+    return _Watcher(cluster)
 
-    watcher = _Watcher(delay_s=30)
+
+class Job(SlurmJob[Any]):
+    """submitit's Job for one of our scripts: polled by id, from any process.
+
+    `cluster` is the one that sbatch named, "" for the shell's own: an id alone is another job
+    on another cluster.
+    """
+
+    def __init__(
+        self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,), cluster: str = ""
+    ) -> None:
+        self.cluster = cluster
+        self.watcher = _watcher(cluster)
+        super().__init__(folder=folder, job_id=job_id, tasks=tasks)
 
     def job_state(self) -> JobState:
-        """The state by sacct, or by squeue and scontrol where accounting does not know it."""
-        job_id = str(self.job_id)
-        known = _from_sacct(self.watcher.get_info(job_id, mode="force"))
+        """The controller's word; when it has forgotten the job, accounting's or the job's own.
+
+        In this order, because sacct keeps the NODE_FAIL of a job that is queued again.
+        """
+        if shutil.which("scontrol") is None:
+            return self._own_word() or JobState("UNKNOWN", reason="no scontrol on this machine")
+        told = _from_scontrol(str(self.job_id), self.cluster)
+        if told is not None:
+            return told
+        known = _from_sacct(self.watcher.get_info(str(self.job_id)))
         if known is not None and known.final:
             return known
-        # sacct lags behind by seconds, or is not there at all: the controller knows first
-        return _from_scontrol(job_id) or known or JobState("UNKNOWN")
+        # a job that the controller forgot has ended, whatever an accounting that lags says
+        unknown = JobState("UNKNOWN", reason="Slurm does not know the job")
+        return self._own_word() or known or unknown
+
+    def _own_word(self) -> JobState | None:
+        return RunDir(Path(self.paths.folder)).ended_state()
 
     def done(self, force_check: bool = False) -> bool:
         return self.job_state().final
+
+    def cancel(self, check: bool = True) -> None:
+        """Raises SchedulerError."""
+        try:
+            done = _run(["scancel", *_on(self.cluster), str(self.job_id)])
+        except OSError as error:
+            raise SchedulerError(f"scancel: {error.strerror or error}") from error
+        if check and done.returncode:
+            raise SchedulerError(done.stderr.strip() or f"scancel: exit {done.returncode}")
 
     def result(self) -> Any:
         raise NotImplementedError("a training job returns a report, not a value: see report.json")
@@ -92,22 +157,26 @@ class Executor(SlurmExecutor):
         self._run = run
 
     def submit_script(self) -> Job:
-        """Queue the script. Raises SchedulerError with sbatch's own words."""
-        before = dict(os.environ)
-        os.environ.clear()
-        os.environ.update(clean_environment(before))
-        try:
-            return self._submit_command("")
-        except (FailedJobError, FailedSubmissionError, OSError) as error:
-            raise SchedulerError(_sbatch_words(error)) from error
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        """Queue the script. Raises SchedulerError when nothing is queued, else LostJobError."""
+        return self._submit_command("")
 
     def _submit_command(self, command: str) -> Job:
-        # submitit would copy the script to a file of its own and link it; ours lies ready
-        output = CommandFunction(self._make_submission_command(self._run.script), verbose=False)()
-        return attach(self._run, self._get_job_id_from_submission_command(output))
+        # submitit would copy the script to a file of its own and link it; ours lies ready.
+        # Its CommandFunction kills sbatch at a character that is no UTF-8, the job queued or not.
+        try:
+            # no time limit: an sbatch that is killed may have queued the job
+            done = _run(self._make_submission_command(self._run.script))
+        except OSError as error:
+            raise SchedulerError(f"sbatch: {error.strerror or error}") from error
+        if done.returncode < 0:
+            raise LostJobError(f"sbatch was killed by signal {-done.returncode}: maybe it queued")
+        if done.returncode:
+            raise SchedulerError(_sbatch_words(done))
+        found = read_answer(done.stdout)
+        if found is None:
+            answer = (done.stdout + done.stderr).strip()
+            raise LostJobError(f"a job WAS queued, but sbatch did not name its id: {answer!r}")
+        return attach(self._run, *found)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["sbatch", "--parsable", str(submission_file_path)]
@@ -115,33 +184,46 @@ class Executor(SlurmExecutor):
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         text = string.decode(errors="replace") if isinstance(string, bytes) else string
-        # "12;cluster", after any line that a submit plugin of the site printed
-        for line in reversed(text.strip().splitlines()):
-            job_id = line.split(";")[0].strip()
-            if job_id.isdigit():
-                return job_id
-        raise FailedSubmissionError(f"sbatch answered {text!r}, which names no job id")
+        found = read_answer(text)
+        if found is None:
+            raise FailedSubmissionError(f"sbatch answered {text!r}, which names no job id")
+        return found[0]
 
 
-def attach(run: RunDir, job_id: str) -> Job:
+def read_answer(text: str) -> tuple[str, str] | None:
+    """Job id and cluster ("" where none is named) of what sbatch says, among a site's own lines.
+
+    >>> read_answer("12;west"), read_answer("quota: 3\\nSubmitted batch job 12")
+    (('12', 'west'), ('12', ''))
+    """
+    # a wrapper that drops --parsable
+    said = re.search(r"Submitted batch job (\d+)(?: on cluster (\S+))?", text)
+    if said is not None:
+        return said[1], said[2] or ""
+    for line in reversed(text.splitlines()):
+        bare = re.fullmatch(r"(\d+)(?:;(\S*))?", line.strip())
+        if bare is not None:
+            return bare[1], bare[2] or ""
+    return None
+
+
+def attach(run: RunDir, job_id: str, cluster: str = "") -> Job:
     """The Job of an id, from another process or after a restart.
 
     One task: the ranks report through their records, not through submitit's pickles.
     """
-    return Job(folder=run.path, job_id=job_id, tasks=[0])
+    return Job(folder=run.path, job_id=job_id, tasks=[0], cluster=cluster)
 
 
-def cancel(job_id: str) -> None:
-    """Raises SchedulerError."""
-    done = subprocess.run(["scancel", job_id], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SchedulerError(done.stderr.strip() or f"scancel: exit {done.returncode}")
+def _on(cluster: str) -> list[str]:
+    """The option that every command takes which is to ask another cluster."""
+    return ["-M", cluster] if cluster else []
 
 
-def _sbatch_words(error: BaseException) -> str:
-    text = str(error)
+def _sbatch_words(done: subprocess.CompletedProcess[str]) -> str:
+    text = (done.stderr.strip() or done.stdout.strip()) or f"exit {done.returncode}"
     found = [line.strip() for line in text.splitlines() if "sbatch:" in line]
-    return "\n".join(dict.fromkeys(found)) or text.strip()
+    return "\n".join(dict.fromkeys(found)) or text
 
 
 def _from_sacct(info: Mapping[str, str]) -> JobState | None:
@@ -159,17 +241,23 @@ def _from_sacct(info: Mapping[str, str]) -> JobState | None:
     )
 
 
-def _from_scontrol(job_id: str) -> JobState | None:
-    """State by the controller, which forgets a job some minutes after its end (MinJobAge)."""
-    shown = subprocess.run(
-        ["scontrol", "show", "job", "--oneliner", job_id],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    fields = dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+def _from_scontrol(job_id: str, cluster: str) -> JobState | None:
+    """State by the controller; None when it has forgotten the job, MinJobAge after its end.
+
+    A controller that does not answer knows the job, so that is UNKNOWN with its words.
+    """
+    command = ["scontrol", *_on(cluster), "show", "job", "--oneliner", job_id]
+    try:
+        shown = _run(command, _ANSWER_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return JobState("UNKNOWN", reason=f"scontrol: {error}")
+    # the first of each name: Comment= and Command= come late and may hold anything
+    fields = dict(reversed(re.findall(r"(\w+)=(\S*)", shown.stdout)))
     if "JobState" not in fields:
-        return None
+        words = (shown.stderr + shown.stdout).strip()
+        if "Invalid job id" in words:
+            return None
+        return JobState("UNKNOWN", reason=words.replace("\n", " ") or "scontrol said nothing")
     code, _, number = fields.get("ExitCode", "").partition(":")
     reason = fields.get("Reason", "")
     return JobState(

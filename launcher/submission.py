@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,16 @@ from mtlaunch.preflight.jobfile import Job
 from mtlaunch.preflight.plan import Plan
 from mtlaunch.preflight.verdict import check
 
-# How often a waiting submit asks: a local job's file, the controller.
-_LOCAL_POLL_S = 0.2
-_SLURM_POLL_S = 3.0
+# How often a log is read.
+_LOG_POLL_S = 0.2
+
+# How often a state is asked for, at first and at most: a local job's file costs nothing; one
+# controller serves everybody who waits.
+_LOCAL_POLL_S = (0.2, 0.2)
+_SLURM_POLL_S = (0.5, 10.0)
+_POLL_GROWTH = 1.5
+
+SCHEMA = "mtlaunch.submit/1"
 
 # Without a controller that answers, a waiting submit gives up after this long.
 _LOST_AFTER_S = 600.0
@@ -80,6 +88,9 @@ def submit(job: Job, plan: Plan, options: Options) -> int:
         raise SubmissionError(states.EXIT_USAGE, str(error)) from error
     if options.dry_run:
         say(f"dry run: would submit {path}/job.sbatch with the {executor} executor")
+        if options.json:
+            content = {"dry_run": True, "executor": executor, "run_dir": str(path)}
+            click.echo(json.dumps({"schema": SCHEMA, **content}))
         return states.EXIT_OK
     try:
         run = rundir.create(
@@ -96,7 +107,7 @@ def submit(job: Job, plan: Plan, options: Options) -> int:
     job_id = _queue(run, plan, executor)
     say(f"submitted: job {job_id}, run directory {path}")
     click.echo(
-        json.dumps({"schema": "mtlaunch.submit/1", "job_id": job_id, "run_dir": str(path)})
+        json.dumps({"schema": SCHEMA, "job_id": job_id, "run_dir": str(path)})
         if options.json
         else job_id
     )
@@ -160,55 +171,96 @@ def _choose_executor(asked: str) -> str:
 
 
 def _queue(run: RunDir, plan: Plan, executor: str) -> str:
+    submitted: dict[str, Any] = {"executor": executor, "submitted_s": time.time()}
     if executor == "local":
-        from mtlaunch.launcher import local
-
-        try:
-            job_id = local.submit(run, plan.nodes)
-        except local.LocalError as error:
-            rundir.remove(run)
-            raise SubmissionError(states.EXIT_UNAVAILABLE, str(error)) from error
+        job_id = _start_here(run, plan)
     else:
-        from mtlaunch.launcher import slurm
-
-        try:
-            job_id = str(slurm.Executor(run).submit_script().job_id)
-        except slurm.SchedulerError as error:
-            rundir.remove(run)
-            raise SubmissionError(states.EXIT_SCHEDULER, f"sbatch refused: {error}") from error
-    submitted = {"executor": executor, "job_id": job_id, "submitted_s": time.time()}
+        job_id, cluster = _queue_in_slurm(run, plan, submitted)
+        submitted |= {"cluster": cluster} if cluster else {}
+    submitted["job_id"] = job_id
     # The job is queued: from here on nothing may lose its id.
-    for keep, words in (
-        (partial(write_json, run.path / "submission.json", submitted), "submission.json"),
-        (partial(rundir.link_job_id, run, job_id), "the link of its id"),
-        (partial(rundir.remember, run, plan.name, job_id, executor), "the index"),
-    ):
-        try:
-            keep()
-        except OSError as error:
-            say(f"warning: job {job_id} is queued, but {words} could not be written: {error}")
+    _keep_or_say("submission.json", partial(_record, run, submitted))
+    _keep_or_say("the link of its id", partial(rundir.link_job_id, run, job_id))
+    _keep_or_say("the index", partial(rundir.remember, run, plan.name, job_id, executor))
     return job_id
+
+
+def _start_here(run: RunDir, plan: Plan) -> str:
+    from mtlaunch.launcher import local
+
+    try:
+        return local.submit(run, plan.nodes)
+    except BaseException as error:
+        rundir.remove(run)
+        if isinstance(error, local.LocalError | OSError):
+            raise SubmissionError(states.EXIT_UNAVAILABLE, str(error)) from error
+        raise
+
+
+def _queue_in_slurm(run: RunDir, plan: Plan, submitted: dict[str, Any]) -> tuple[str, str]:
+    """Job id and cluster. Once sbatch may have queued the job, its run directory stays."""
+    from mtlaunch.launcher import slurm
+
+    try:
+        executor = slurm.Executor(run)
+    except BaseException:
+        rundir.remove(run)
+        raise
+    try:
+        job = executor.submit_script()
+    except slurm.SchedulerError as error:
+        rundir.remove(run)
+        raise SubmissionError(states.EXIT_SCHEDULER, f"sbatch refused: {error}") from error
+    except slurm.LostJobError as error:
+        # once the job says its id, it must not be asked for on this cluster
+        asked = plan.slurm.get("clusters")
+        submitted |= {"cluster": str(asked)} if asked else {}
+        _keep_or_say("submission.json", partial(_record, run, submitted))
+        found = f"squeue --me --name={plan.name} shows it; mtlaunch report {run.path}"
+        message = f"{error}\n  its run directory is kept: {run.path}"
+        raise SubmissionError(states.EXIT_SCHEDULER, message, found) from error
+    except BaseException:
+        say(f"sbatch was interrupted, the job may be queued: {run.path} is kept")
+        raise
+    return str(job.job_id), job.cluster
+
+
+def _record(run: RunDir, submitted: dict[str, Any]) -> None:
+    write_json(run.path / "submission.json", submitted)
+
+
+def _keep_or_say(words: str, keep: Callable[[], None]) -> None:
+    try:
+        keep()
+    except OSError as error:
+        say(f"warning: the job is queued, but {words} could not be written: {error}")
 
 
 def job_state(run: RunDir) -> JobState:
     """What the run's executor says of it; the run directory's own word where it does not know."""
+    return _asker(run)()
+
+
+def _asker(run: RunDir) -> Callable[[], JobState]:
+    """Asks for the state of a run, again and again."""
     submitted = run.submission
     if submitted.get("executor") == "local":
         from mtlaunch.launcher import local
 
-        return local.job_state(run)
-    state = JobState("UNKNOWN")
-    if submitted.get("job_id"):
-        from mtlaunch.launcher.slurm import attach, unavailable_reason
+        return partial(local.job_state, run)
+    if run.job_id is None:
+        return lambda: run.ended_state() or JobState("UNKNOWN")
+    from mtlaunch.launcher.slurm import attach
 
-        if unavailable_reason() is None:
-            state = attach(run, str(submitted["job_id"])).job_state()
-    return state
+    return attach(run, run.job_id, str(submitted.get("cluster") or "")).job_state
 
 
 def cancel(run: RunDir) -> None:
-    submitted = run.submission
-    job_id = str(submitted.get("job_id"))
+    submitted, job_id = run.submission, run.job_id
+    if job_id is None:
+        raise SubmissionError(
+            states.EXIT_SCHEDULER, "the id of this job is not known", "squeue --me"
+        )
     if submitted.get("executor") == "local":
         from mtlaunch.launcher import local
 
@@ -218,8 +270,8 @@ def cancel(run: RunDir) -> None:
     from mtlaunch.launcher import slurm
 
     try:
-        slurm.cancel(job_id)
-    except (slurm.SchedulerError, OSError) as error:
+        slurm.attach(run, job_id, str(submitted.get("cluster") or "")).cancel()
+    except slurm.SchedulerError as error:
         raise SubmissionError(states.EXIT_SCHEDULER, str(error)) from error
     say(f"{job_id}: asked to end")
 
@@ -228,7 +280,7 @@ def refresh_report(run: RunDir, state: JobState | None = None) -> dict[str, Any]
     """Rebuild the report from the records with the scheduler's word, and keep it when final."""
     state = state or job_state(run)
     word = {} if state.state == "UNKNOWN" else state.to_json()
-    content = build(run.path, {"id": run.submission.get("job_id"), **word})
+    content = build(run.path, {"id": run.job_id, **word})
     if state.final:
         try:
             write_json(run.path / "report.json", content)
@@ -239,11 +291,10 @@ def refresh_report(run: RunDir, state: JobState | None = None) -> dict[str, Any]
 
 def wait(run: RunDir) -> int:
     """Follow a job to its end, print its report, return its exit code. Ctrl-C leaves the job."""
-    job_id = str(run.submission.get("job_id"))
-    local = run.submission.get("executor") == "local"
-    watch = _Watch(run, _LOCAL_POLL_S if local else _SLURM_POLL_S)
+    job_id = str(run.job_id)
+    watch = Watch(run, say)
     try:
-        for line in follow_log(run.log(job_id), watch.ended, _LOCAL_POLL_S):
+        for line in follow_log(run.log(job_id), watch.ended, _LOG_POLL_S):
             if _worth_showing(line):
                 say(line)
     except KeyboardInterrupt:
@@ -251,7 +302,8 @@ def wait(run: RunDir) -> int:
         return states.EXIT_INTERRUPTED
     content = refresh_report(run, watch.state)
     show.report(show.Printer(sys.stderr), content)
-    say(f"report: {run.path / 'report.json'}")
+    if (run.path / "report.json").is_file():  # a full disk has been warned of
+        say(f"report: {run.path / 'report.json'}")
     return states.exit_code_of(watch.state, content)
 
 
@@ -261,11 +313,15 @@ def _worth_showing(line: str) -> bool:
     return label is None or label[1] == "0"
 
 
-class _Watch:
-    """Polls a job's state no more often than its executor likes, and says when it changes."""
+class Watch:
+    """Polls a job's state, the less often the longer it stays as it is; tells of its changes."""
 
-    def __init__(self, run: RunDir, every_s: float) -> None:
-        self._run, self._every_s = run, every_s
+    def __init__(self, run: RunDir, tell: Callable[[str], None] | None = None) -> None:
+        self._run, self._tell = run, tell
+        self._ask = _asker(run)
+        local = run.submission.get("executor") == "local"
+        self._first_s, self._most_s = _LOCAL_POLL_S if local else _SLURM_POLL_S
+        self._every_s = self._first_s
         self.state = JobState("PENDING")
         self._asked = float("-inf")
         self._shown = ""
@@ -274,18 +330,22 @@ class _Watch:
     def ended(self) -> bool:
         now = time.monotonic()
         if now - self._asked >= self._every_s:
-            self._asked = now
-            state = job_state(self._run)
-            if state.state != "UNKNOWN":
-                self.state, self._known = state, now
-            elif now - self._known > _LOST_AFTER_S:
-                raise SubmissionError(
-                    states.EXIT_UNAVAILABLE,
-                    f"no word of the job for {_LOST_AFTER_S:.0f} s",
-                    f"mtlaunch report {self._run.path}",
-                )
-            words = self.state.state + (f" ({self.state.reason})" if self.state.reason else "")
-            if words != self._shown:
-                self._shown = words
-                say(f"job {self._run.submission.get('job_id')}: {words}")
+            self._take(self._ask(), now)
+            self._asked = time.monotonic()
         return self.state.final
+
+    def _take(self, state: JobState, now: float) -> None:
+        if state.state != "UNKNOWN":
+            self.state, self._known = state, now
+        elif now - self._known > _LOST_AFTER_S:
+            raise SubmissionError(
+                states.EXIT_UNAVAILABLE,
+                f"no word of the job for {_LOST_AFTER_S:.0f} s: {state.reason}",
+                f"mtlaunch report {self._run.path}",
+            )
+        words = self.state.state + (f" ({self.state.reason})" if self.state.reason else "")
+        self._every_s = min(self._most_s, self._every_s * _POLL_GROWTH)
+        if words != self._shown:
+            self._shown, self._every_s = words, self._first_s
+            if self._tell is not None:
+                self._tell(f"job {self._run.job_id}: {words}")

@@ -485,7 +485,7 @@ def test_json_goes_to_stdout_alone_even_from_a_new_process(home: Any) -> None:
     [
         (("report", "nowhere"), 2, "mtlaunch.report/1"),
         (("status", "nowhere"), 2, "mtlaunch.status/1"),
-        (("estimate", "job.yaml"), 2, "mtlaunch.estimate/1"),
+        (("estimate", "nowhere.yaml"), 2, "mtlaunch.estimate/1"),
         (("submit", "job.yaml", "--executor", "slurm"), 69, "mtlaunch.submit/1"),
         (("submit", "job.yaml", "--set", "entrypoint=gone.py"), 1, "mtlaunch.submit/1"),
     ],
@@ -506,3 +506,108 @@ def test_a_folder_that_was_there_stays_when_a_submission_fails(home: Any) -> Non
     home.job("print(1)", slurm={"nodes": 2})
     assert home.run("submit", "job.yaml", "--executor", "local").code == 69
     assert home.runs.is_dir() and list(home.runs.iterdir()) == []
+
+
+def test_a_dry_run_is_a_document_with_format_json(home: Any) -> None:
+    home.job("pass")
+    document = home.run("submit", "job.yaml", "--executor", "local", "-n", "--format", "json").json
+    assert set(document) == {"schema", "dry_run", "executor", "run_dir"}
+    assert (document["schema"], document["dry_run"]) == ("mtlaunch.submit/1", True)
+    assert document["executor"] == "local"
+    assert document["run_dir"].startswith(str(home.runs / "probe"))
+
+
+@pytest.mark.parametrize(
+    "words, schema, said",
+    [
+        (["check", "job.yaml", "--fromat", "x", "--format", "json"], "check", "--fromat"),
+        (["check", "--format=json"], "check", "JOB"),
+        (["submit", "job.yaml", "--format=json", "--executor", "magic"], "submit", "magic"),
+        (["report", "--format", "json", "1", "2"], "report", "unexpected extra argument"),
+        (["chekc", "job.yaml", "--format", "json"], "error", "check"),
+    ],
+)
+def test_wrong_use_is_a_document_with_format_json(
+    home: Any, words: list[str], schema: str, said: str
+) -> None:
+    home.job("pass")
+    done = home.run(*words)
+    assert (done.code, done.err) == (2, "")
+    assert set(done.json) == {"schema", "error"}
+    assert done.json["schema"] == f"mtlaunch.{schema}/1"
+    assert said in done.json["error"]["message"]
+
+
+# -- rule ids --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["PIP", "mem"])
+def test_submit_ignores_no_families(home: Any, family: str) -> None:
+    home.job("pass")
+    before = home.everything()
+    done = home.run("submit", "job.yaml", "--executor", "local", "--ignore", family)
+    assert (done.code, done.out) == (2, "")
+    assert f"{family.upper()} is a family" in done.err
+    listed = [line.split()[0] for line in home.run("rules").out.splitlines()]
+    members = [one for one in listed if one.startswith(family.upper())]
+    assert members and all(f"--ignore {one}" in done.err for one in members)
+    assert home.everything() == before
+
+
+def test_rule_ids_are_taken_in_any_case(home: Any) -> None:
+    home.job("pass", env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:true"})
+    [id_] = [
+        one["id"]
+        for one in home.run("check", "job.yaml", "--format", "json").json["findings"]
+        if one["severity"] == "error"
+    ]
+    for word in (id_.lower(), id_[:3].lower()):
+        assert home.run("check", "job.yaml", "--ignore", word).code == 0
+        assert home.run("check", "job.yaml", "--select", word).code == 1
+    run = home.submit("--wait", "--ignore", id_.lower())
+    assert home.report(run)["ignored_rules"] == [id_]
+
+
+@pytest.mark.parametrize(
+    "words, near",
+    [
+        (["check", "job.yaml", "--ignore", "PIP0001"], "PIP001"),
+        (["check", "job.yaml", "--select", "MEMO"], "MEM"),
+        (["check", "job.yaml", "--ignore", "?"], "mtlaunch rules"),
+        (["submit", "job.yaml", "--executor", "local", "--ignore", "EN001"], "ENV001"),
+    ],
+)
+def test_an_unknown_rule_id_is_exit_2_with_what_was_meant(
+    home: Any, words: list[str], near: str
+) -> None:
+    home.job("pass")
+    done = home.run(*words)
+    assert (done.code, done.out) == (2, "")
+    assert f"no rule {words[-1]}" in done.err
+    assert near in done.err
+    document = home.run(*words, "--format", "json").json
+    assert document["schema"] == f"mtlaunch.{words[0]}/1"
+    assert near in document["error"]["hint"]
+
+
+# -- a model that is not known ---------------------------------------------------------------------
+
+
+def test_a_job_without_a_known_model_has_an_unknown_fit(home: Any) -> None:
+    home.job("pass", cluster={"gpu": "H100-80GB"})
+    sentence = "memory: fits: unknown (the model's shape is not known)\n"
+    assert sentence in home.run("check", "job.yaml").out
+    done = home.run("estimate", "job.yaml")
+    assert (done.code, done.out) == (0, sentence)
+    assert "give model:" in done.err
+    done = home.run("estimate", "job.yaml", "--format", "json")
+    document = done.json
+    assert done.code == 0
+    assert keys(document) == ESTIMATE
+    assert keys(document, "parallel") == set("tp pp vpp cp ep etp dp edp".split())
+    assert (document["fits"], document["ranks"]) == ("unknown", [])
+    assert document["world_size"] == 2
+    assert document["gpu"]["name"] == "H100-80GB"
+    assert document["not_modelled"] == ["the model's shape is not known"]
+    home.job("pass")
+    assert home.run("estimate", "job.yaml", "--format", "json").json["gpu"] is None

@@ -276,7 +276,7 @@ def test_the_others_of_a_failed_rank_are_killed_when_they_ignore_term(
     report = home.report(run)
     assert report["first_failure"]["rank"] == 1
     # the process that would have recorded the end was killed as well, as at Slurm's KillWait
-    assert report["ranks"][0]["ended"] == "lost: no end recorded"
+    assert report["ranks"][0]["ended"] == "killed: no end recorded"
 
 
 # -- the time limit --------------------------------------------------------------------------------
@@ -390,6 +390,42 @@ def test_a_number_that_another_process_got_meanwhile_is_not_taken_for_the_job(ho
     assert home.state(run)["state"] == "FAILED"
 
 
+def test_without_its_supervisor_no_worker_of_torchrun_goes_on(
+    home: Any, log: Callable[..., str], wait_until: Callable[..., Any]
+) -> None:
+    """torchrun starts its workers without a word on what becomes of them when it is killed."""
+    pytest.importorskip("torch")
+    slurm = {"ntasks_per_node": None, "gpus_per_node": 2}
+    home.job(SLEEPS, launcher="torchrun", python=sys.executable, slurm=slurm)
+    run = home.submit()
+    wait_until(lambda: log(run).count("ready") == 2, "two ranks", 60)
+    processes = descendants(supervisor_of(run))
+    assert len(processes) >= 7, "script, srun, agent, two ranks of two processes"
+    os.kill(supervisor_of(run), signal.SIGKILL)
+    try:
+        wait_until(lambda: not [pid for pid in processes if alive(pid, None)], "their end", 10)
+    finally:
+        for pid in processes:
+            if alive(pid, None):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_job_that_ends_between_two_looks_has_not_lost_its_supervisor(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.job("pass")
+    _, run, _ = home.submit_and_wait()
+    ended = read_json(run.path / "local.json") or {}
+    write_json(run.path / "local.json", {**ended, "state": "RUNNING"})
+
+    def ends_now(pid: int, ticks: int | None) -> bool:
+        write_json(run.path / "local.json", ended)
+        return False
+
+    monkeypatch.setattr(local, "alive", ends_now)
+    assert home.state(run)["state"] == "COMPLETED"
+
+
 # -- what cannot run here --------------------------------------------------------------------------
 
 
@@ -401,6 +437,23 @@ def test_two_nodes_are_refused_with_what_to_do_and_leave_nothing(home: Any) -> N
     assert "set slurm.nodes=1" in done.err
     assert home.everything() == before
     assert not (home.path.parent / "state").exists()
+
+
+@pytest.mark.parametrize(
+    "error, code", [(KeyboardInterrupt(), 130), (OSError(12, "no memory"), 69)]
+)
+def test_a_start_that_is_broken_off_leaves_nothing(
+    home: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def broken(*_: Any) -> bool:
+        raise error
+
+    home.job(SLEEPS)
+    before = home.everything()
+    monkeypatch.setattr(local, "_started", broken)
+    done = home.run("submit", "job.yaml", "--executor", "local")
+    assert (done.code, done.out) == (code, "")
+    assert home.everything() == before
 
 
 # -- the directives --------------------------------------------------------------------------------

@@ -188,6 +188,41 @@ def test_what_sbatch_refuses_is_exit_4_and_leaves_nothing_behind(shell: Shell) -
     assert shell.cluster.squeue() == []
 
 
+def test_a_job_is_followed_on_the_cluster_that_it_names(shell: Shell) -> None:
+    shell.job(seconds=60, clusters=shell.cluster.name)
+    job_id = shell.mtlaunch("submit", "job.yaml").stdout.strip()
+    assert job_id.isdigit()
+    submission = json.loads((shell.run_dir(job_id) / "submission.json").read_text())
+    assert submission["cluster"] == shell.cluster.name
+    shell.record_of(job_id, 3)
+    assert shell.mtlaunch("status", job_id).stdout.split()[1] == "RUNNING"
+    assert shell.mtlaunch("cancel", job_id).returncode == 0
+    assert shell.mtlaunch("logs", "-f", job_id).returncode == 0
+    assert shell.mtlaunch("status", job_id).stdout.split()[1] == "CANCELLED"
+
+
+def test_a_job_that_slurm_does_not_know_has_ended_as_its_directory_says(shell: Shell) -> None:
+    done = shell.mtlaunch("submit", shell.job(), "--wait")
+    run_dir = shell.run_dir(done.stdout.strip())
+    for name in ("submission.json", "status.json"):
+        content = json.loads((run_dir / name).read_text())
+        (run_dir / name).write_text(json.dumps({**content, "job_id": "99999"}))
+    assert shell.mtlaunch("status", str(run_dir)).stdout.split()[:2] == ["99999", "COMPLETED"]
+    assert shell.mtlaunch("logs", "-f", str(run_dir)).returncode == 0
+
+
+def test_a_job_that_lost_its_node_and_waits_again_is_not_over(shell: Shell) -> None:
+    job_id = shell.mtlaunch("submit", shell.job(seconds=60, requeue=True)).stdout.strip()
+    shell.record_of(job_id, 3)
+    shell.cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    deadline = time.monotonic() + 60
+    seen: list[str] = []
+    while "PENDING" not in seen and time.monotonic() < deadline:
+        seen.append(shell.mtlaunch("status", job_id).stdout.split()[1])
+    assert seen[-1] == "PENDING", seen
+    assert set(seen) <= {"RUNNING", "COMPLETING", "PENDING"}
+
+
 @pytest.mark.parametrize("file", REFUSED, ids=lambda path: path.stem)
 def test_a_refused_job_leaves_nothing_behind(shell: Shell, file: Path) -> None:
     done = shell.mtlaunch("submit", str(file))
