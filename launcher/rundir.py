@@ -37,6 +37,11 @@ class RunDir:
         return self.path / "job.sbatch"
 
     @property
+    def launch(self) -> dict[str, Any]:
+        """What the ranks were given to run."""
+        return read_json(self.path / "payload" / "launch.json") or {}
+
+    @property
     def submission(self) -> dict[str, Any]:
         """How it was submitted: executor, job id, cluster."""
         return read_json(self.path / "submission.json") or {}

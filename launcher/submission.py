@@ -294,8 +294,9 @@ def wait(run: RunDir) -> int:
     job_id = str(run.job_id)
     watch = Watch(run, say)
     try:
+        last = run.launch.get("world_size", 1) - 1
         for line in follow_log(run.log(job_id), watch.ended, _LOG_POLL_S):
-            if _worth_showing(line):
+            if _worth_showing(line, last):
                 say(line)
     except KeyboardInterrupt:
         say(f"\njob {job_id} goes on; mtlaunch report {job_id} when it has ended")
@@ -307,10 +308,13 @@ def wait(run: RunDir) -> int:
     return states.exit_code_of(watch.state, content)
 
 
-def _worth_showing(line: str) -> bool:
-    """The script's own lines and rank 0's; those of other ranks are in the log."""
+def _worth_showing(line: str, last: int) -> bool:
+    """The script's own lines, rank 0's and the last rank's, which prints Megatron-LM's losses.
+
+    The log has those of the other ranks. With torchrun a label is an agent's, not a rank's.
+    """
     label = re.match(r"\s*(\d+): ", line)
-    return label is None or label[1] == "0"
+    return label is None or int(label[1]) in (0, last)
 
 
 class Watch:

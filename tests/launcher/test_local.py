@@ -488,3 +488,13 @@ def test_a_process_with_a_name_that_is_no_text_does_not_stop_the_search(tmp_path
     finally:
         process.kill()
         process.wait()
+
+
+def test_wait_shows_the_first_and_the_last_rank(home: Any) -> None:
+    home.job(
+        "import os; print('iteration of rank', os.environ['RANK'])", slurm={"ntasks_per_node": 3}
+    )
+    code, _, done = home.submit_and_wait()
+    assert code == 0
+    assert "iteration of rank 0" in done.err and "iteration of rank 2" in done.err
+    assert "iteration of rank 1" not in done.err, "thousands of ranks would drown the rest"
