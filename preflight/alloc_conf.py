@@ -1,7 +1,8 @@
 """PyTorch's CUDA allocator settings, read as PyTorch reads them.
 
-Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp: a comma list of
-`key:value`, blanks around items stripped; `expandable_segments` takes `True` or `False` only.
+Source: c10/core/AllocatorConfig.h ConfigTokenizer, AllocatorConfig.cpp and
+c10/cuda/CUDAAllocatorConfig.cpp: a comma list of `key:value`, all blanks dropped, also those inside
+a word; every item is parsed, and `expandable_segments` takes `True` or `False` only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ EXPANDABLE = "expandable_segments"
 EXPANDABLE_ON = "expandable_segments:True"
 
 
+def _items(value: str) -> list[tuple[str, str]]:
+    bare = "".join(value.split())
+    parts = (item.partition(":") for item in re.split(r",(?![^\[]*\])", bare))
+    return [(key, setting) for key, _, setting in parts if key]
+
+
 def options(value: str) -> dict[str, str]:
     """Options in order, the last of two equal keys winning, as in PyTorch.
 
@@ -23,11 +30,9 @@ def options(value: str) -> dict[str, str]:
     {'max_split_size_mb': '512', 'expandable_segments': 'True'}
     """
     found: dict[str, str] = {}
-    for item in re.split(r",(?![^\[]*\])", value):
-        key, _, setting = item.strip().partition(":")
-        if key.strip():
-            found.pop(key.strip(), None)
-            found[key.strip()] = setting.strip()
+    for key, setting in _items(value):
+        found.pop(key, None)
+        found[key] = setting
     return found
 
 
@@ -40,6 +45,14 @@ def expandable(value: str) -> bool:
 
 
 def rejected(value: str) -> str | None:
-    """The `expandable_segments` setting that PyTorch refuses to parse, if there is one."""
-    setting = options(value).get(EXPANDABLE)
-    return setting if setting is not None and setting not in ("True", "False") else None
+    """The first `expandable_segments` setting that PyTorch refuses to parse, if there is one.
+
+    It parses all of them, before the last one counts.
+
+    >>> rejected("expandable_segments:1,expandable_segments:True"), rejected("a:1")
+    ('1', None)
+    """
+    for key, setting in _items(value):
+        if key == EXPANDABLE and setting not in ("True", "False"):
+            return setting
+    return None

@@ -260,9 +260,14 @@ def _allocator_variable(plan: Plan, computed: Computed) -> Variable:
 
 
 def own_block(plan: Plan) -> list[Variable]:
-    """Variables of site and job that are not in the table, site first, the job's value winning."""
+    """Variables of site and job that are not in the table, site first, the job's value winning.
+
+    What `setup:` exports has been set by then, and stays as it is.
+    """
+    exported = {*plan.setup_env, *plan.setup_unread}  # setup: is the job's, and runs before
+    site = {name: value for name, value in plan.site_env.items() if name not in exported}
     merged: dict[str, tuple[str, str]] = {}
-    for layer, mapping in (("site", plan.site_env), ("job", plan.env)):
+    for layer, mapping in (("site", site), ("job", plan.env)):
         for name, value in mapping.items():
             merged[name] = (value, layer)
     return [

@@ -86,6 +86,7 @@ class Plan:
     slurm: Mapping[str, str | bool] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)  # `env:` of the job file
     setup_env: Mapping[str, str] = field(default_factory=dict)  # exports read out of `setup:`
+    setup_unread: tuple[str, ...] = ()  # exports of `setup:` whose value the shell computes
     site_env: Mapping[str, str] = field(default_factory=dict)  # `cluster.env`
     facts: Mapping[str, Any] = field(default_factory=dict)
 

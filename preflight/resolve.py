@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from mtlaunch.preflight import flags
 from mtlaunch.preflight.gpus import find_gpu
-from mtlaunch.preflight.jobfile import Job, ModuleEntrypoint, did_you_mean
+from mtlaunch.preflight.jobfile import (
+    OWNED_OPTIONS,
+    SBATCH_OPTIONS,
+    Job,
+    ModuleEntrypoint,
+    did_you_mean,
+)
 from mtlaunch.preflight.models import MODELS
 from mtlaunch.preflight.plan import (
     NEWEST_MEGATRON_CORE,
@@ -18,12 +27,6 @@ from mtlaunch.preflight.plan import (
     parse_version,
 )
 from mtlaunch.preflight.yaml_text import JobFileError, Path, Place, Problem
-
-# A path with one of these heads, or an entrypoint named like this, is Megatron-Bridge's.
-BRIDGE_SECTIONS = (
-    "model ddp optimizer train scheduler dataset logger tokenizer checkpoint comm_overlap peft rng "
-    "dist profiling mixed_precision"
-).split()
 
 # Layout lists of Megatron-Bridge name what a layout text abbreviates.
 LAYOUT_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -43,6 +46,20 @@ def resolve(job: Job) -> Plan:
     return _Resolver(job).plan()
 
 
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """One entry of `args:`, a leaf where mappings are nested."""
+
+    key: str  # as typed, dotted
+    value: Any  # in the sense of the canonical flag
+    path: Path
+    place: Place
+    target: str  # the flag or override path that is rendered
+    name: str  # canonical flag; empty: passed on unread
+    spelling: str  # for messages
+    rank: int  # of its config section, 0 the strongest
+
+
 class _Resolver:
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -59,30 +76,90 @@ class _Resolver:
         for name, value in self.model_shape().items():
             self.args[name] = value
             self.places[name] = Place(f"model: {self.content.model}")
-        written: dict[str, str] = {}
-        for key, value in self.content.args.items():
-            name, reverse = flags.canonical(key)
-            if reverse and not bridge:  # a config field's name, no flag of Megatron-LM
-                name, reverse = key.lstrip("-").replace("_", "-"), False
-            place = self.document.key_place(("args", key))
-            if name in written:
-                message = f"args.{key} is the same option as args.{written[name]}"
-                self.problems.append(Problem(message, place, "keep one of the two"))
-                continue
-            written[name] = key
-            if reverse:
-                value = not self.truth(key, value, place)
-            if name in flags.CUDA_GRAPH_ALIASES and self.truth(key, value, place):
-                self.args.setdefault("cuda-graph-impl", flags.CUDA_GRAPH_ALIASES[name])
-                self.places.setdefault("cuda-graph-impl", place)
-                self.spellings.setdefault("cuda-graph-impl", f"--{name}")
-            self.places[name] = place
-            self.spellings[name] = key if bridge else f"--{key.lstrip('-').replace('_', '-')}"
+        arguments = self.arguments(bridge)
+        written: dict[str, _Argument] = {}
+        for one in arguments:
+            same = one.target.replace("-", "_").lstrip("+")
+            if same in written:
+                first = written[same]
+                message = f"args.{one.key} is the same option as args.{first.key}"
+                message += f" on line {first.place.line}" if first.key == one.key else ""
+                self.problems.append(Problem(message, one.place, "keep one of the two"))
+            written.setdefault(same, one)
+        for one in self.strongest(arguments):
+            name, value = one.name, one.value
+            self.places[name], self.spellings[name] = one.place, one.spelling
             if value is None or (value is False and not bridge):
                 # Megatron-LM: the flag is not given, whatever the model's shape says
                 self.args.pop(name, None)
                 continue
             self.args[name] = value
+        self.read_graph_aliases()
+
+    def arguments(self, bridge: bool) -> list[_Argument]:
+        """The arguments of the file, in its order.
+
+        Bridge: nested mappings become dotted paths, and `--set` on one of them replaces it.
+        """
+        found: list[_Argument] = []
+        written = self.content.args
+        if not bridge:
+            for key, value in written.items():
+                flag = flags.launch_flag(key)
+                place = self.document.key_place(("args", key))
+                one = _Argument(key, value, ("args", key), place, flag, flag, f"--{flag}", 0)
+                found.append(one)
+            return found
+        for key, value, where in flags.flatten(written):
+            path: Path = ("args", *where)
+            place = self.document.key_place(path)
+            target, reverse = flags.bridge_path(key)
+            if reverse and value is not None:
+                value = not self.truth(key, value, place)
+            name, rank = "", 0
+            read = flags.bridge_flag(target)
+            if read is not None:
+                name, reverse, rank = read
+                if reverse and value is not None:
+                    value = not self.truth(key, value, place)
+            # a bare field is shown as typed; a flag of Megatron-LM is none here
+            field = target.rpartition(".")[2]
+            shown = key if "." in key or key.replace("-", "_") == field else target
+            if place.line == 0:  # --set
+                found = [one for one in found if one.target != target]
+            found.append(_Argument(key, value, path, place, target, name, shown, rank))
+        return found
+
+    def strongest(self, arguments: Iterable[_Argument]) -> Iterable[_Argument]:
+        """One argument for each option that the checks read.
+
+        Of several config sections the first of `flags.BRIDGE_SECTIONS` counts, but where one
+        switches something on that another leaves off, it is on.
+        """
+        chosen: dict[str, _Argument] = {}
+        for one in arguments:
+            before = chosen.get(one.name)
+            if not one.name:
+                continue
+            if before is None:
+                chosen[one.name] = one
+            elif {type(one.value), type(before.value)} == {bool} and one.value != before.value:
+                on = one.name not in flags.NEGATED.values()
+                chosen[one.name] = one if one.value is on else before
+            elif one.rank < before.rank:
+                chosen[one.name] = one
+        return chosen.values()
+
+    def read_graph_aliases(self) -> None:
+        """`--enable-cuda-graph` beside an impl of none is local graphs; other impls assert.
+
+        megatron/core/transformer/transformer_config.py (0.16.1) __post_init__, and
+        megatron/training/arguments.py (0.19.2) validate_args.
+        """
+        for name, impl in flags.CUDA_GRAPH_ALIASES.items():
+            if self.flag(name) and str(self.args.get("cuda-graph-impl") or "none") == "none":
+                self.args["cuda-graph-impl"] = impl
+                self.places["cuda-graph-impl"] = self.places[name]
 
     def model_shape(self) -> dict[str, Any]:
         model = self.content.model
@@ -172,10 +249,24 @@ class _Resolver:
                 continue
             if isinstance(value, list):
                 value = ",".join(map(str, value))
+            self.refuse_abbreviation(name, key)
             options[name] = value if value is True else str(value)
             if isinstance(options[name], str) and "\n" in str(options[name]):
                 self.complain(f"slurm.{name}", f"slurm.{key}: a line break cannot be rendered")
         return options
+
+    def refuse_abbreviation(self, name: str, key: str) -> None:
+        """sbatch reads its options with getopt_long, which takes a unique beginning for the name.
+
+        So an unread `arr` would be an array, behind the back of the checks.
+        """
+        if name in SBATCH_OPTIONS:
+            return
+        meant = sorted(option for option in SBATCH_OPTIONS if option.startswith(name))
+        if len(meant) == 1:
+            message = f"slurm.{key}: sbatch reads --{name} as --{meant[0]}"
+            hint = OWNED_OPTIONS.get(meant[0], f"write {meant[0].replace('-', '_')} in full")
+            self.complain(f"slurm.{name}", message, hint)
 
     def count(self, options: Mapping[str, str | bool], name: str) -> int | None:
         """An sbatch count; "h100:8" counts 8, a range of nodes its minimum."""
@@ -189,22 +280,77 @@ class _Resolver:
             return None
         return int(digits)
 
-    def gpus_per_node(self, options: Mapping[str, str | bool], nodes: int) -> int | None:
-        per_node = self.count(options, "gpus-per-node")
-        if per_node is not None:
-            return per_node
+    def gpu_count(self, options: Mapping[str, str | bool], name: str) -> int | None:
+        """GPUs of a list of `[type:]count`, all types together."""
+        value = options.get(name)
+        if value is None:
+            return None
+        return sum(self.count({name: part}, name) or 0 for part in str(value).split(",")) or None
+
+    def gres_gpus(self, options: Mapping[str, str | bool]) -> int | None:
+        """GPUs a node of `--gres`: `gpu`, `gpu:2`, `gpu:h100:4(S:0)`, several types."""
+        gpus = 0
         for entry in str(options.get("gres", "")).split(","):
-            kind = entry.split(":")
+            kind = entry.removeprefix("gres:").removeprefix("gres/").split("(")[0].split(":")
             if kind[0] == "gpu":
-                number = kind[-1].split("(")[0]
-                return int(number) if number.isdigit() else 1
-        total = self.count(options, "gpus")
-        if total is not None:
+                gpus += int(kind[-1]) if kind[-1].isdigit() else 1
+        return gpus or None
+
+    def sizes(self, options: Mapping[str, str | bool]) -> tuple[int, int | None, int | None]:
+        """Nodes, GPUs a node and tasks a node, as far as the options say; what they say twice
+        has to add up."""
+        nodes = self.count(options, "nodes")
+        gpus, all_gpus = (self.gpu_count(options, name) for name in ("gpus-per-node", "gpus"))
+        tasks, all_tasks = (self.count(options, name) for name in ("ntasks-per-node", "ntasks"))
+        for each, total in ((gpus, all_gpus), (tasks, all_tasks)):
+            if nodes is None and each and total and total % each == 0:
+                nodes = total // each
+        nodes = nodes or 1
+        gpus = self.share(gpus, all_gpus, nodes, "gpus", "GPUs")
+        tasks = self.share(tasks, all_tasks, nodes, "ntasks", "tasks")
+        gres = self.gres_gpus(options)
+        if None not in (gres, gpus) and gres != gpus:
+            message = f"slurm.gres: {gres} GPUs a node, but the other options ask for {gpus}"
+            self.complain("slurm.gres", message, "keep one of them: gpus_per_node is enough")
+        gpus = gpus if gpus is not None else gres
+        per_task = self.count(options, "gpus-per-task")
+        if per_task is not None:
+            gpus = gpus if gpus is not None else per_task * (tasks or 1)
+            srun = self.content.launcher == "srun"
+            here = tasks or (gpus if srun else 1)
+            if per_task * here != gpus:
+                message = (
+                    f"slurm.gpus-per-task: {here} task{'s' * (here > 1)} a node with {per_task} "
+                    f"each use {per_task * here} GPUs, but a node has {gpus}"
+                )
+                fix = (
+                    "gpus_per_task: 1, launcher srun runs one task a GPU; or launcher: torchrun"
+                    if srun
+                    else f"gpus_per_task: {gpus}, launcher torchrun runs one task a node"
+                )
+                self.complain("slurm.gpus-per-task", message, f"{fix}; or leave it out")
+        return nodes, gpus, tasks
+
+    def share(
+        self, each: int | None, total: int | None, nodes: int, option: str, noun: str
+    ) -> int | None:
+        """A node's share of a total, which agrees with the count a node where both are given."""
+        if total is None:
+            return each
+        nodes_word = "1 node" if nodes == 1 else f"{nodes} nodes"
+        per_node = f"{option}_per_node"
+        if each is not None and each * nodes != total:
+            made = f"{nodes_word} with {each} {noun} each make {each * nodes}"
+            hint = f"leave {option} out: nodes and {per_node} say it"
+            self.complain(f"slurm.{option}", f"slurm.{option}: {total}, but {made}", hint)
+            return each
+        if total % nodes:
+            message = f"slurm.{option}: {total} {noun} do not divide by {nodes_word}"
+            below = total - total % nodes
+            near = f"{below} or {below + nodes}" if below else str(nodes)
+            self.complain(f"slurm.{option}", message, f"{option}: {near}, or {per_node}")
             return max(1, total // nodes)
-        per_task, tasks = (
-            self.count(options, name) for name in ("gpus-per-task", "ntasks-per-node")
-        )
-        return per_task * (tasks or 1) if per_task is not None else None
+        return total // nodes
 
     def version(self, text: str | None) -> Version | None:
         return None if text is None else parse_version(text)
@@ -216,9 +362,7 @@ class _Resolver:
         bridge = self.is_bridge()
         self.read_args(bridge)
         options = self.slurm_options()
-        nodes = self.count(options, "nodes") or 1
-        gpus = self.gpus_per_node(options, nodes)
-        tasks = self.count(options, "ntasks-per-node")
+        nodes, gpus, tasks = self.sizes(options)
         ranks = gpus if gpus is not None else tasks
         if ranks is None:
             place = self.document.key_place(("slurm",))
@@ -266,12 +410,15 @@ class _Resolver:
             setup=tuple(content.setup),
             command_args=tuple(self.command_args(bridge)),
             secrets=tuple(content.secrets),
-            container=content.container.model_dump() if content.container else None,
+            container=msgspec.to_builtins(content.container) if content.container else None,
             slurm=options,
             env=dict(content.env),
             setup_env=exports_of(content.setup),
+            setup_unread=tuple(
+                name for name, (value, _) in read_setup(content.setup).items() if value is None
+            ),
             site_env=dict(cluster.env),
-            facts=content.facts.model_dump(exclude_none=True),
+            facts=msgspec.to_builtins(content.facts),
             nodes=nodes,
             ranks_per_node=ranks or 1,
             gpus_per_node=gpus,
@@ -377,19 +524,27 @@ class _Resolver:
         name = entry.module if isinstance(entry, ModuleEntrypoint) else entry or ""
         if "megatron.bridge" in name or "megatron_bridge" in name:
             return True
-        return any(key.partition(".")[0] in BRIDGE_SECTIONS and "." in key for key in content.args)
+        return any(
+            key.lstrip("+-").partition(".")[0] in flags.BRIDGE_SECTIONS
+            and ("." in key or isinstance(value, Mapping))
+            for key, value in content.args.items()
+        )
 
     def env_places(self, cluster_env: Mapping[str, str]) -> None:
         """Places of variables, the strongest layer's: env, then setup, then cluster.env."""
         for name in self.content.env:
             self.places[f"env.{name}"] = self.document.key_place(("env", name))
-        for index, line in enumerate(self.content.setup):
-            for name in exports_of([line]):
-                place = self.document.place(("setup", index))
+        computed = {}  # by the shell: the block does not take these over
+        for name, (value, index) in read_setup(self.content.setup).items():
+            place = self.places[f"setup.{name}"] = self.document.place(("setup", index))
+            if value is None:
+                computed[f"env.{name}"] = place
+            else:
                 self.places.setdefault(f"env.{name}", place)
         for name in cluster_env:
             place = self.document.key_place(("cluster", "env", name))
             self.places.setdefault(f"env.{name}", place)
+        self.places = computed | self.places
 
     def layout_and_vpp(self) -> tuple[str | None, int | None, str | None]:
         """The layout text, the virtual stages asked for, and the option that asked."""
@@ -479,23 +634,40 @@ class _Resolver:
 
     def command_args(self, bridge: bool) -> Iterable[str]:
         """The script's arguments in the order of the file, scalars as typed."""
+        arguments = self.arguments(bridge)
         if bridge:
-            for key, value in self.content.args.items():
-                yield f"{key}={self.as_typed(('args', key), value)}"
+            for one in arguments:
+                yield f"{one.target}={self.bridge_value(one)}"
         else:
             shape = self.model_shape() if isinstance(self.content.model, str) else {}
-            written = {flags.canonical(key)[0] for key in self.content.args}
+            written = {one.name for one in arguments}
             for name, value in shape.items():
                 if name not in written:
                     yield from self.lm_flag(name, value, ())
-            for key, value in self.content.args.items():
-                yield from self.lm_flag(key, value, ("args", key))
+            for one in arguments:
+                # no flag of Megatron-LM: a number of layers turns offloading on
+                if one.name == "cpu-offloading" and self.args.get("cpu-offloading-num-layers"):
+                    continue
+                yield from self.lm_flag(one.target, one.value, one.path)
         yield from self.content.extra_args
+
+    def bridge_value(self, argument: _Argument) -> str:
+        """A value in Hydra's words; a sense that the config has the other way round is turned."""
+        value: Any = self.content.args
+        for part in argument.path[1:]:
+            value = value[part]
+        if value is None:
+            return "null"
+        reverse = flags.bridge_path(argument.key)[1]
+        if reverse or isinstance(value, bool):
+            on = self.truth(argument.key, value, argument.place)
+            return str(on is not reverse).lower()
+        return self.as_typed(argument.path, value)
 
     def lm_flag(self, key: str, value: Any, path: Path) -> Iterable[str]:
         if value is None or value is False:
             return
-        yield f"--{key.lstrip('-').replace('_', '-')}"
+        yield f"--{key}"
         if value is True:
             return
         if isinstance(value, list):
@@ -527,24 +699,176 @@ def exports_of(lines: Iterable[str]) -> dict[str, str]:
     >>> exports_of(["export A=1 B='x y'", "module load cuda; export C=2", "export D=$HOME"])
     {'A': '1', 'B': 'x y', 'C': '2'}
     """
-    found: dict[str, str] = {}
+    read = read_setup(lines)
+    return {name: value for name, (value, _) in read.items() if value is not None}
+
+
+def read_setup(lines: Iterable[str]) -> dict[str, tuple[str | None, int]]:
+    """Variables that setup lines export: value (None: computed by the shell) and entry of setup.
+
+    Read as bash would, as far as it goes without running it. What stands under a condition, in a
+    function or in a subshell counts as run: it may be.
+
+    >>> read_setup(["if true; then export A=1; fi", "B=2; export B; unset A", "declare -x C=$A"])
+    {'B': ('2', 1), 'C': (None, 2)}
+    """
+    shell = _Shell()
+    for words in _commands(lines):
+        shell.run(words)
+    # `export A` without a value passes on what the submit shell has, which is not known here
+    return {name: shell.variables[name] for name in shell.exported if name in shell.variables}
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    text: str
+    literal: bool  # False: the shell computes a part of it
+    entry: int  # of setup
+
+
+# what can stand before a command
+_BEFORE_COMMAND = frozenset("then do else elif if while until { ! time builtin command".split())
+_OPERATORS = ";&|()\n"
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_HEREDOC = re.compile(r"<<(-?)[ \t]*(['\"]?)([^\s'\";&|<>()]+)\2")
+_REDIRECTION = re.compile(r"[0-9]*(?:&>>?|<<<|[<>]&|>>|>\||[<>])")
+
+
+def _commands(lines: Iterable[str]) -> Iterable[list[_Word]]:
+    """The simple commands of shell text, each as its words."""
+    starts: list[int] = []
+    text = ""
     for line in lines:
-        try:
-            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
-            lexer.whitespace_split = True
-            words = list(lexer)
-        except ValueError:
+        starts.append(len(text))
+        text += f"{line}\n"
+    words: list[_Word] = []
+    ends: list[tuple[str, bool]] = []  # of here-documents that begin after this line
+    at, target = 0, False  # target: the next word is a redirection's
+    while at < len(text):
+        char = text[at]
+        if char in _OPERATORS:
+            yield words
+            words, target = [], False
+            at += 1
+            while char == "\n" and ends:
+                at = _after_heredoc(text, at, *ends.pop(0))
             continue
-        exporting = start = False
-        for position, word in enumerate(words):
-            if set(word) <= set(";&|"):
-                exporting = False
-                continue
-            start = position == 0 or set(words[position - 1]) <= set(";&|")
-            if start and word == "export":
-                exporting = True
-                continue
-            name, equals, value = word.partition("=")
-            if exporting and equals and name.isidentifier() and not set("$`") & set(value):
-                found[name] = value
-    return found
+        if char.isspace():
+            at += 1
+        elif char == "#":
+            at = text.index("\n", at)
+        elif heredoc := _HEREDOC.match(text, at):
+            ends.append((heredoc[3], bool(heredoc[1])))
+            at = heredoc.end()
+        elif redirection := _REDIRECTION.match(text, at):
+            at, target = redirection.end(), True
+        else:
+            word, literal, end = _word(text, at)
+            if not target:
+                entry = sum(start <= at for start in starts) - 1
+                words.append(_Word(word, literal, entry))
+            at, target = end, False
+    yield words
+
+
+def _after_heredoc(text: str, at: int, end: str, tabs: bool) -> int:
+    """Where the shell text goes on after a here-document that begins at `at`."""
+    while at < len(text):
+        line, _, _ = text[at:].partition("\n")
+        at += len(line) + 1
+        if (line.lstrip("\t") if tabs else line) == end:
+            break
+    return at
+
+
+def _word(text: str, at: int) -> tuple[str, bool, int]:
+    """One word of shell text: without its quotes, whether all of it is literal, where it ends."""
+    word, literal, quote = "", True, ""
+    while at < len(text):
+        char = text[at]
+        if quote == "'" or (quote and char == quote):
+            word, quote = (word, "") if char == quote else (word + char, quote)
+            at += 1
+        elif char == "\\":
+            following = text[at + 1 : at + 2]
+            if following != "\n":  # else: the line goes on
+                keep = quote and following not in '$`"\\'
+                word += char + following if keep else following
+            at += 2
+        elif char == "$" and text[at + 1 : at + 2] in ("(", "{"):
+            end = _closing(text, at + 1)
+            word, literal, at = word + text[at:end], False, end
+        elif char == "`":
+            end = text.find("`", at + 1) + 1 or len(text)
+            word, literal, at = word + text[at:end], False, end
+        elif not quote and char in "'\"":
+            quote, at = char, at + 1
+        elif not quote and (char.isspace() or char in _OPERATORS or char in "<>"):
+            break
+        else:
+            # a tilde at the start of a value is a directory
+            literal = literal and char != "$" and not (char == "~" and word[-1:] in ("", "="))
+            word, at = word + char, at + 1
+    return word, literal, at
+
+
+def _closing(text: str, at: int) -> int:
+    """The end of `(...)` or `{...}` that opens at `at`."""
+    opening = text[at]
+    closing = ")" if opening == "(" else "}"
+    depth = 0
+    for position in range(at, len(text)):
+        depth += (text[position] == opening) - (text[position] == closing)
+        if depth == 0:
+            return position + 1
+    return len(text)
+
+
+class _Shell:
+    """Variables of a shell and which of them are exported."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, tuple[str | None, int]] = {}
+        self.exported: dict[str, None] = {}
+        self.export_all = False
+
+    def run(self, words: list[_Word]) -> None:
+        while words and words[0].text in _BEFORE_COMMAND:
+            words = words[1:]
+        if not words:
+            return
+        command, rest = words[0].text, words[1:]
+        options = [word.text for word in rest if re.match(r"[-+][A-Za-z]", word.text)]
+        operands = [word for word in rest if word.text not in options]
+        letters = "".join(option[1:] for option in options if option[0] == "-")
+        if command == "export":
+            if "n" in letters:
+                for word in operands:
+                    self.exported.pop(word.text, None)
+            elif "f" not in letters:
+                self.declare(operands, export=True)
+        elif command in ("declare", "typeset", "readonly"):
+            self.declare(operands, export="x" in letters and command != "readonly")
+        elif command == "unset" and "f" not in letters:
+            for word in operands:
+                self.variables.pop(word.text, None)
+                self.exported.pop(word.text, None)
+        elif command == "set":
+            named = [word.text for word in operands] == ["allexport"]
+            for option in options:
+                if "a" in option or (named and option.endswith("o")):
+                    self.export_all = option[0] == "-"
+        elif all(_ASSIGNMENT.match(word.text) for word in words):
+            self.declare(words, export=False)
+
+    def declare(self, words: Iterable[_Word], export: bool) -> None:
+        for word in words:
+            assignment = _ASSIGNMENT.match(word.text)
+            name = assignment[1] if assignment else word.text
+            if assignment:
+                literal = word.literal and not assignment[2]  # += adds to what is there
+                value = word.text[assignment.end() :] if literal else None
+                self.variables[name] = value, word.entry
+            if (export or (self.export_all and assignment)) and _NAME.fullmatch(name):
+                self.exported[name] = None

@@ -8,13 +8,18 @@ from the composed nodes, and the source text of each is kept for fields that wan
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 Path = tuple[str | int, ...]
+
+MERGE = "tag:yaml.org,2002:merge"
+
+# Aliases written out; nine lines of `[*a, *a, …]` would make a billion.
+MOST_VALUES = 100_000
+DEEPEST = 100
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -123,7 +128,7 @@ def read(text: str, file: str) -> Document:
     """Compose `text` into a Document.
 
     Raises JobFileError with a place for syntax errors, duplicate keys, keys that are not text,
-    and tags other than `!!str`.
+    tags other than `!!str`, aliases of what they stand in, and texts that aliases blow up.
     """
     document = Document(file, text)
     try:
@@ -136,10 +141,10 @@ def read(text: str, file: str) -> Document:
         raise JobFileError([Problem(f"not YAML: {message}", place, hint)], text) from error
     except yaml.YAMLError as error:
         raise JobFileError([Problem(f"not YAML: {error}", Place(file, 1, 1))], text) from error
-    problems: list[Problem] = []
-    document.data = _construct(root, (), document, problems) if root is not None else None
-    if problems:
-        raise JobFileError(problems, text)
+    reader = _Reader(document)
+    document.data = reader.value(root, ()) if root is not None else None
+    if reader.problems:
+        raise JobFileError(reader.problems, text)
     return document
 
 
@@ -147,63 +152,107 @@ def _place(node: yaml.Node, file: str) -> Place:
     return Place(file, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _construct(node: yaml.Node, path: Path, document: Document, problems: list[Problem]) -> Any:
-    document.values[path] = _place(node, document.file)
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, document, problems)
-    if isinstance(node, yaml.SequenceNode):
-        return [
-            _construct(item, (*path, index), document, problems)
-            for index, item in enumerate(node.value)
-        ]
-    assert isinstance(node, yaml.ScalarNode)
-    if node.style:  # quoted or a block: text
-        return node.value
-    if not node.tag.startswith("tag:yaml.org,2002:"):
-        place = document.values[path]
-        problems.append(Problem(f"the tag {node.tag} is not supported", place, "quote the value"))
-        return None
-    document.texts[path] = node.value
-    return resolve_plain(node.value)
+_Pair = tuple[yaml.Node, yaml.Node]
 
 
-def _pairs(node: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
-    """Key, value, and whether the pair came in through a merge key (`<<: *base`)."""
-    for key, value in node.value:
-        if key.tag == "tag:yaml.org,2002:merge":
-            parents = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            for parent in parents:
-                if isinstance(parent, yaml.MappingNode):
-                    yield from ((k, v, True) for k, v, _ in _pairs(parent))
+class _Reader:
+    """Nodes to plain data; fills a document's places and texts."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.problems: list[Problem] = []
+        self.count = 0
+        self.open: set[int] = set()  # the nodes around the one that is read
+        self.merged: dict[int, dict[str, _Pair] | None] = {}
+
+    def place(self, node: yaml.Node) -> Place:
+        return _place(node, self.document.file)
+
+    def complain(self, message: str, place: Place, hint: str = "") -> None:
+        self.problems.append(Problem(message, place, hint))
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        document = self.document
+        self.count += 1
+        if self.count > MOST_VALUES:
+            place = document.key_place(path)
+            message = f"more than {MOST_VALUES:,} values, aliases (`*name`) written out"
+            hint = "a job file has some hundreds: do not nest aliases in what they stand for"
+            raise JobFileError([*self.problems, Problem(message, place, hint)], document.source)
+        if id(node) in self.open:
+            place = document.key_place(path)
+            self.complain("an alias stands in what it is the alias of", place, "write it out")
+            return None
+        if len(path) > DEEPEST:
+            self.complain(f"nested deeper than {DEEPEST} levels", self.place(node))
+            return None
+        document.values[path] = self.place(node)
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalar(node, path)
+        self.open.add(id(node))
+        data: Any
+        if isinstance(node, yaml.MappingNode):
+            data = self.mapping(node, path)
         else:
-            yield key, value, False
+            data = [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        self.open.discard(id(node))
+        return data
 
+    def scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+        if node.style:  # quoted or a block: text
+            return node.value
+        if not node.tag.startswith("tag:yaml.org,2002:"):
+            place = self.document.values[path]
+            self.complain(f"the tag {node.tag} is not supported", place, "quote the value")
+            return None
+        self.document.texts[path] = node.value
+        return resolve_plain(node.value)
 
-def _mapping(
-    node: yaml.MappingNode, path: Path, document: Document, problems: list[Problem]
-) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    own: dict[str, Place] = {}
-    # Merged pairs first: a key of the mapping itself wins over them.
-    for key, value, merged in sorted(_pairs(node), key=lambda pair: not pair[2]):
-        place = _place(key, document.file)
-        if not isinstance(key, yaml.ScalarNode):
-            problems.append(Problem("a key must be text", place))
-            continue
-        name = key.value
-        if not merged and name in own:
-            first = own[name]
-            problems.append(
-                Problem(
-                    f"duplicate key '{name}' (first on line {first.line})",
-                    place,
-                    "keep one of the two",
-                )
-            )
-            continue
-        if not merged:
-            own[name] = place
-        inner: Path = (*path, name)
-        document.keys[inner] = place
-        data[name] = _construct(value, inner, document, problems)
-    return data
+    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        own: dict[str, Place] = {}
+        for key, value in node.value:
+            place = self.place(key)
+            if key.tag == MERGE:
+                self.check_merge(value, place)
+            elif not isinstance(key, yaml.ScalarNode):
+                self.complain("a key must be text", place)
+            elif key.value in own:
+                message = f"duplicate key '{key.value}' (first on line {own[key.value].line})"
+                self.complain(message, place, "keep one of the two")
+            else:
+                own[key.value] = place
+        data: dict[str, Any] = {}
+        for name, (key, value) in self.pairs(node).items():
+            inner: Path = (*path, name)
+            self.document.keys[inner] = self.place(key)
+            data[name] = self.value(value, inner)
+        return data
+
+    def check_merge(self, value: yaml.Node, place: Place) -> None:
+        parents = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if not all(isinstance(parent, yaml.MappingNode) for parent in parents):
+            hint = "<<: *name of a mapping, or <<: [*one, *other]"
+            self.complain("a merge key takes mappings", place, hint)
+
+    def pairs(self, node: yaml.MappingNode) -> dict[str, _Pair]:
+        """Key and value by name: own ones win over merged ones (`<<: *base`), the first base
+        over the next, as YAML's merge type says."""
+        known = self.merged.get(id(node), {})
+        if known is None:  # being read: a merge of itself
+            self.complain("a merge key takes the mapping that it stands in", self.place(node))
+            return {}
+        if known:
+            return known
+        self.merged[id(node)] = None
+        merged: dict[str, _Pair] = {}
+        own: dict[str, _Pair] = {}
+        for key, value in node.value:
+            if key.tag == MERGE:
+                parents = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for parent in parents:
+                    if isinstance(parent, yaml.MappingNode):
+                        merged = self.pairs(parent) | merged
+            elif isinstance(key, yaml.ScalarNode):
+                own.setdefault(key.value, (key, value))
+        self.merged[id(node)] = merged | own
+        return merged | own

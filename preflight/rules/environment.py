@@ -15,6 +15,7 @@ from mtlaunch.preflight.environment import (
     expandable_segments_on,
     own_allocator_setting,
     own_setting,
+    policy_block,
 )
 from mtlaunch.preflight.plan import Plan, show_version
 from mtlaunch.preflight.rule import Finding, rule
@@ -116,7 +117,8 @@ def expandable_segments_value(plan: Plan) -> Iterator[Finding]:
 
     What it checks
         expandable_segments in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is True or False,
-        spelled like this.
+        spelled like this, wherever it stands in the list: PyTorch parses all, though the last one
+        counts.
 
     Why it fails
         ValueError when the allocator reads its settings, on every rank: "Expected 'True' or
@@ -133,16 +135,16 @@ def expandable_segments_value(plan: Plan) -> Iterator[Finding]:
         env: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"}
 
     Stays silent
-        When a stronger setting replaces the value.
+        When a stronger setting replaces the value, and for blanks, which PyTorch drops.
     """
-    if alloc_conf.rejected(allocator_value(plan) or "") is None:
-        return
     source = _expandable_source(plan)
     if source is None:
         return
     name, value, layer = source
     wrong = alloc_conf.rejected(value)
-    meant = "False" if (wrong or "").lower() in ("false", "0", "off", "no") else "True"
+    if wrong is None:
+        return
+    meant = "False" if wrong.lower() in ("false", "0", "off", "no") else "True"
     shown = f"{alloc_conf.EXPANDABLE}:{wrong}" if wrong else f"{alloc_conf.EXPANDABLE} (no value)"
     yield Finding(
         f"env.{name}",
@@ -315,3 +317,49 @@ def expandable_segments_off(plan: Plan) -> Iterator[Finding]:
         "out-of-memory from fragmentation at no cost",
         f"{name}={alloc_conf.text(replaced)}",
     )
+
+
+@rule(
+    "ENV006",
+    "setup-export-replaced",
+    "warning",
+    "mtlaunch's job script: the environment block comes after setup:",
+)
+def setup_export_replaced(plan: Plan) -> Iterator[Finding]:
+    """setup: computes a variable that mtlaunch's block sets or unsets after it.
+
+    What it checks
+        Variables of the environment block that setup: exports have a value that can be read
+        without running a shell: no $, no backquotes, no +=.
+
+    Why it fails
+        It does not fail: mtlaunch takes over what it can read. Another value is not known to the
+        checks, and the block, which comes after setup:, replaces it by mtlaunch's own.
+
+    Bad
+        slurm: {nodes: 1, gpus_per_node: 8}
+        entrypoint: train.py
+        setup: ["export NCCL_ALGO=$SITE_ALGO"]
+
+    Good
+        slurm: {nodes: 1, gpus_per_node: 8}
+        entrypoint: train.py
+        setup: ["export NCCL_ALGO=Ring"]
+
+    Stays silent
+        For variables that env: sets as well, and for those that mtlaunch has no opinion on.
+    """
+    replaced = [name for name in plan.setup_unread if name not in plan.env]
+    if not replaced:
+        return
+    for variable in policy_block(plan):
+        if variable.name not in replaced:
+            continue
+        done = "unsets it" if variable.value is None else f"sets {variable.value or '(empty)'}"
+        yield Finding(
+            f"env.{variable.name}",
+            f"setup exports {variable.name} with a value that the shell computes; mtlaunch's "
+            f"block comes after it and {done} ({variable.reason})",
+            f"write the value itself, in setup or under env: env: {{{variable.name}: ...}}",
+            where=plan.place(f"setup.{variable.name}"),
+        )

@@ -10,12 +10,17 @@ from mtlaunch.preflight.plan import Plan
 from mtlaunch.preflight.rule import Finding, rule
 from mtlaunch.preflight.slurm_time import time_limit_s
 
-NTASKS = "slurm.ntasks-per-node"
 
+def _tasks_per_node(plan: Plan) -> tuple[int, str] | None:
+    """Tasks a node that the job file asks for, and the option that does; `ntasks` counts them all.
 
-def _tasks_per_node(plan: Plan) -> int | None:
-    value = str(plan.slurm.get("ntasks-per-node", ""))
-    return int(value) if value.isdigit() else None
+    `resolve` has refused an `ntasks` that does not divide by the nodes.
+    """
+    for option, nodes in (("ntasks-per-node", 1), ("ntasks", plan.nodes)):
+        value = str(plan.slurm.get(option, ""))
+        if value.isdigit():
+            return int(value) // nodes, f"slurm.{option}"
+    return None
 
 
 @rule(
@@ -28,8 +33,8 @@ def tasks_differ_from_gpus(plan: Plan) -> Iterator[Finding]:
     """srun starts another number of tasks on a node than the node has GPUs.
 
     What it checks
-        With `launcher: srun` a task is a rank: slurm.ntasks_per_node, when given, equals the GPUs
-        a node.
+        With `launcher: srun` a task is a rank: slurm.ntasks_per_node, or slurm.ntasks by nodes,
+        when given, equals the GPUs a node.
 
     Why it fails
         Fewer tasks leave GPUs idle and the ranks wait for the missing ones; with more, two ranks
@@ -49,16 +54,21 @@ def tasks_differ_from_gpus(plan: Plan) -> Iterator[Finding]:
         Without ntasks_per_node (mtlaunch sets it), with `launcher: torchrun` (SLM002), and for a
         job without GPUs.
     """
-    tasks = _tasks_per_node(plan)
-    if plan.launcher != "srun" or None in (tasks, plan.gpus_per_node):
+    given, gpus = _tasks_per_node(plan), plan.gpus_per_node
+    if plan.launcher != "srun" or given is None or gpus is None:
         return
-    if tasks == plan.gpus_per_node:
+    tasks, option = given
+    if tasks == gpus:
         return
-    fixes = f"use ntasks_per_node: {plan.gpus_per_node}, or leave it out: mtlaunch sets it"
+    total = option == "slurm.ntasks"
+    right = f"ntasks: {gpus * plan.nodes}" if total else f"ntasks_per_node: {gpus}"
+    fixes = f"use {right}, or leave it out: mtlaunch sets it"
+    if total and "nodes" not in plan.slurm and tasks % gpus == 0:
+        fixes = f"use nodes: {tasks // gpus}, and leave ntasks out: mtlaunch sets it"
     if tasks == 1:
         fixes += "; one task a node is launcher: torchrun"
     yield Finding(
-        NTASKS,
+        option,
         f"{tasks} task{'' if tasks == 1 else 's'} a node for {plan.gpus_per_node} GPUs: launcher "
         "srun runs one task a GPU",
         fixes,
@@ -75,8 +85,8 @@ def torchrun_with_several_tasks(plan: Plan) -> Iterator[Finding]:
     """torchrun is started more than once on a node.
 
     What it checks
-        With `launcher: torchrun` slurm.ntasks_per_node, when given, is 1: torchrun starts the
-        node's ranks itself.
+        With `launcher: torchrun` slurm.ntasks_per_node, or slurm.ntasks by nodes, when given, is
+        1: torchrun starts the node's ranks itself.
 
     Why it fails
         Every task starts a torchrun, which starts all ranks of the node: the second one ends with
@@ -95,14 +105,15 @@ def torchrun_with_several_tasks(plan: Plan) -> Iterator[Finding]:
     Stays silent
         Without ntasks_per_node, and with `launcher: srun` (SLM001).
     """
-    tasks = _tasks_per_node(plan)
-    if plan.launcher != "torchrun" or tasks is None or tasks == 1:
+    given = _tasks_per_node(plan)
+    if plan.launcher != "torchrun" or given is None or given[0] == 1:
         return
+    tasks, option = given
+    right = f"ntasks: {plan.nodes}" if option == "slurm.ntasks" else "ntasks_per_node: 1"
     yield Finding(
-        NTASKS,
+        option,
         f"{tasks} tasks a node would start torchrun {tasks} times there; it must run once",
-        "use ntasks_per_node: 1, or leave it out: mtlaunch sets it; one task a GPU is "
-        "launcher: srun",
+        f"use {right}, or leave it out: mtlaunch sets it; one task a GPU is launcher: srun",
     )
 
 

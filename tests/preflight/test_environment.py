@@ -130,6 +130,16 @@ def test_own_variables_follow_the_table(plan: Any) -> None:
     assert environment.block(job)[-3:] == own
 
 
+@pytest.mark.parametrize("line", ["export NCCL_DEBUG=INFO", "export NCCL_DEBUG=$LEVEL"])
+def test_the_site_does_not_undo_what_setup_exports(plan: Any, line: str) -> None:
+    """The block comes after setup:, and the job's layers win over the site's."""
+    site = {"env": {"NCCL_DEBUG": "WARN", "B": "site"}}
+    own = environment.own_block(plan({}, setup=[line], cluster=site))
+    assert [one.name for one in own] == ["B"]
+    own = environment.own_block(plan({}, setup=[line], cluster=site, env={"NCCL_DEBUG": "job"}))
+    assert [(one.name, one.value) for one in own] == [("B", "site"), ("NCCL_DEBUG", "job")]
+
+
 # -- the allocator's two names -----------------------------------------------------------------
 
 

@@ -39,11 +39,125 @@ def test_all_problems_at_once() -> None:
         ({"gres": "gpu:2"}, 1, 2),
         ({"nodes": 2, "gpus": 16}, 2, 8),
         ({"ntasks_per_node": 4, "gpus-per-task": 1}, 1, 4),
+        ({"nodes": 2, "gpus_per_task": 1, "ntasks": 16}, 2, 8),
+        ({"gres": "gpu:a100:4,gpu:h100:4"}, 1, 8),
+        ({"gres": "gres:gpu:a100:4(S:0-1),nvme:1"}, 1, 4),
+        ({"gpus_per_node": "a100:4,h100:4"}, 1, 8),
+        ({"gpus_per_node": 8, "gres": "gpu:8"}, 1, 8),
+        # how many nodes is said by two totals
+        ({"gpus": 16, "gpus_per_node": 8}, 2, 8),
+        ({"gpus_per_task": 1, "ntasks": 16, "ntasks_per_node": 8}, 2, 8),
     ],
 )
 def test_gpus(plan: Any, slurm: dict[str, Any], nodes: int, gpus: int) -> None:
     made = plan(slurm=slurm)
     assert (made.nodes, made.gpus_per_node, made.world_size) == (nodes, gpus, nodes * gpus)
+
+
+@pytest.mark.parametrize(
+    "slurm, option, message, hint",
+    [
+        (
+            {"gpus": 7, "nodes": 2},
+            "gpus",
+            "slurm.gpus: 7 GPUs do not divide by 2 nodes",
+            "gpus: 6 or 8, or gpus_per_node",
+        ),
+        (
+            {"gpus": 1, "nodes": 2},
+            "gpus",
+            "slurm.gpus: 1 GPUs do not divide by 2 nodes",
+            "gpus: 2, or gpus_per_node",
+        ),
+        (
+            {"ntasks": 5, "nodes": 2},
+            "ntasks",
+            "slurm.ntasks: 5 tasks do not divide by 2 nodes",
+            "ntasks: 4 or 6, or ntasks_per_node",
+        ),
+        (
+            {"gpus": 8, "nodes": 2, "gpus_per_node": 8},
+            "gpus",
+            "slurm.gpus: 8, but 2 nodes with 8 GPUs each make 16",
+            "leave gpus out: nodes and gpus_per_node say it",
+        ),
+        (
+            {"gpus_per_node": 8, "nodes": 2, "ntasks_per_node": 8, "ntasks": 8},
+            "ntasks",
+            "slurm.ntasks: 8, but 2 nodes with 8 tasks each make 16",
+            "leave ntasks out: nodes and ntasks_per_node say it",
+        ),
+        (
+            {"gpus_per_node": 8, "gres": "gpu:4"},
+            "gres",
+            "slurm.gres: 4 GPUs a node, but the other options ask for 8",
+            "keep one of them: gpus_per_node is enough",
+        ),
+        (
+            {"gpus_per_node": 8, "gpus_per_task": 8},
+            "gpus_per_task",
+            "slurm.gpus-per-task: 8 tasks a node with 8 each use 64 GPUs, but a node has 8",
+            "gpus_per_task: 1, launcher srun runs one task a GPU; or launcher: torchrun; or leave "
+            "it out",
+        ),
+    ],
+)
+def test_sizes_that_do_not_add_up(
+    slurm: dict[str, Any], option: str, message: str, hint: str
+) -> None:
+    lines = ["entrypoint: a.py", "slurm:", *(f"  {key}: {value}" for key, value in slurm.items())]
+    with pytest.raises(JobFileError) as caught:
+        resolve.resolve(jobfile.parse("\n".join(lines)))
+    [problem] = caught.value.problems
+    assert (problem.message, problem.hint) == (message, hint)
+    assert lines[problem.place.line - 1].strip().startswith(f"{option}:")
+
+
+def test_torchrun_takes_all_gpus_in_one_task(plan: Any) -> None:
+    slurm = {"nodes": 2, "ntasks": 2, "gpus_per_task": 8}
+    made = plan(slurm=slurm, launcher="torchrun")
+    assert (made.nodes, made.gpus_per_node, made.world_size) == (2, 8, 16)
+
+
+@pytest.mark.parametrize(
+    "slurm, ranks",
+    [
+        ({"gpus_per_node": 8, "ntasks": 4, "nodes": 2}, 8),
+        ({"gpus_per_task": 1, "ntasks": 16, "nodes": 2}, 8),
+        ({"ntasks": 6, "nodes": 2}, 3),
+    ],
+)
+def test_the_script_has_no_other_number_of_tasks(
+    plan: Any, slurm: dict[str, Any], ranks: int
+) -> None:
+    from mtlaunch.launcher.render import sbatch_options
+
+    made = plan(slurm=slurm)
+    options = dict(sbatch_options(made, "/runs/r"))
+    assert made.ranks_per_node == ranks
+    assert "ntasks" not in options
+    assert (options["nodes"], options["ntasks-per-node"]) == ("2", str(ranks))
+
+
+@pytest.mark.parametrize(
+    "key, message, hint",
+    [
+        ("arr", "slurm.arr: sbatch reads --arr as --array", "`sweep` will render arrays"),
+        ("beg", "slurm.beg: sbatch reads --beg as --begin", "write begin in full"),
+        ("dep", "slurm.dep: sbatch reads --dep as --dependency", "write dependency in full"),
+    ],
+)
+def test_an_abbreviated_option(key: str, message: str, hint: str) -> None:
+    text = f"entrypoint: a.py\nslurm:\n  gpus_per_node: 8\n  {key}: 3\n"
+    with pytest.raises(JobFileError) as caught:
+        resolve.resolve(jobfile.parse(text))
+    [problem] = caught.value.problems
+    assert (problem.message, problem.hint, problem.place.line) == (message, hint, 4)
+
+
+def test_an_option_of_a_plugin_may_be_anything(plan: Any) -> None:
+    slurm = {"gpus_per_node": 8, "spank-thing": "x"}
+    assert plan(slurm=slurm).slurm["spank-thing"] == "x"
 
 
 def test_ranks_without_a_gpu(plan: Any) -> None:
@@ -173,7 +287,68 @@ def test_spellings(plan: Any) -> None:
         (["export A"], {}),
         (["unclosed 'quote"], {}),
         (["export A=1", "export A=2"], {"A": "2"}),
+        (["export A=1", "A=2"], {"A": "2"}),
+        # the other ways to export
+        (["export A=1\nexport B=2\n"], {"A": "1", "B": "2"}),
+        (["A=1; export A"], {"A": "1"}),
+        (["A=1", "B=2 C=3", "export A C"], {"A": "1", "C": "3"}),
+        (["export A", "A=1"], {"A": "1"}),
+        (
+            ["declare -x A=1", "typeset -x B=2", "declare -gx C=3", "declare D=4"],
+            {"A": "1", "B": "2", "C": "3"},
+        ),
+        (["set -a; A=1", "B=2", "set +a; C=3"], {"A": "1", "B": "2"}),
+        (["set -o allexport", "A=1"], {"A": "1"}),
+        (["set -euo pipefail; A=1"], {}),
+        (["export A=1 \\\n  B=2"], {"A": "1", "B": "2"}),
+        (["export A=1 2>/dev/null # no"], {"A": "1"}),
+        (["export A=a#b~"], {"A": "a#b~"}),
+        (["command export A=1"], {"A": "1"}),
+        # what may run counts
+        (["if [ -d /x ]; then export A=1; else export B=2; fi"], {"A": "1", "B": "2"}),
+        (["for i in 1 2; do export A=1; done"], {"A": "1"}),
+        (["{ export A=1; }", "(export B=2)"], {"A": "1", "B": "2"}),
+        (["test -d /x && export A=1 || export B=2"], {"A": "1", "B": "2"}),
+        (["case $X in a) export A=1;; esac"], {"A": "1"}),
+        # what takes an export back
+        (["export A=1 B=2", "unset A"], {"B": "2"}),
+        (["export A=1", "export -n A"], {}),
+        (["export A=1", "export A=$HOME"], {}),
+        (["export A=1", "unset -f A"], {"A": "1"}),
+        # no exports
+        (["A=1 python x.py"], {}),
+        (["A=1"], {}),
+        (["cat > x <<EOF\nexport A=1\nEOF\nexport B=2"], {"B": "2"}),
+        (["echo hi > export A=1"], {}),
+        (["# export A=1"], {}),
+        (["export A=~/x", "export B=$(id -u 'x') C=${D:-e f} D=3"], {"D": "3"}),
+        (["export -f A=1"], {}),
     ],
 )
 def test_exports(lines: list[str], found: dict[str, str]) -> None:
     assert resolve.exports_of(lines) == found
+
+
+def test_computed_exports_are_known_by_name() -> None:
+    lines = ["export A=$HOME B=1", "set -a", "C=`id`", "D=$X; unset D", "export B+=2"]
+    read = resolve.read_setup(lines)
+    assert read == {"A": (None, 0), "B": (None, 4), "C": (None, 2)}
+
+
+def test_the_place_of_an_export_is_its_entry() -> None:
+    text = (
+        "slurm: {gpus_per_node: 1}\nentrypoint: train.py\nsetup:\n"
+        "  - set -a\n  - A=1\n  - |\n    true\n    B=$X\n"
+    )
+    made = resolve.resolve(jobfile.parse(text))
+    assert (made.setup_env, made.setup_unread) == ({"A": "1"}, ("B",))
+    assert [made.place(f"env.{name}").line for name in "AB"] == [5, 6]
+
+
+def test_a_computed_export_does_not_hide_the_place_of_the_value_that_counts() -> None:
+    text = (
+        "slurm: {gpus_per_node: 1}\nentrypoint: train.py\n"
+        "cluster:\n  env: {NCCL_ALGO: Tree}\nsetup: [export NCCL_ALGO=$X]\n"
+    )
+    made = resolve.resolve(jobfile.parse(text))
+    assert (made.place("env.NCCL_ALGO").line, made.place("setup.NCCL_ALGO").line) == (4, 5)

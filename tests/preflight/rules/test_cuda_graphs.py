@@ -78,6 +78,47 @@ def test_old_flags(plan: Any, found: Any, flag: str, impl: str) -> None:
     assert [f.level for f in found(job, "GRF")] == ["error"]
 
 
+@pytest.mark.parametrize("framework", ["megatron-lm", "megatron-bridge"])
+def test_an_old_flag_beside_an_impl_of_none(plan: Any, found: Any, framework: str) -> None:
+    """transformer_config.py of megatron-core 0.16.1: local graphs; other impls assert."""
+    args = graphs("none", **{"enable-cuda-graph": True})
+    job = plan(
+        args,
+        env={"NCCL_GRAPH_REGISTER": "1"},
+        cluster={"gpu": "H100-80GB", "megatron_core": "0.16"},
+        framework=framework,
+    )
+    [finding] = found(job, "GRF")
+    assert (job.cuda_graph_impl, finding.level) == (LOCAL, "error")
+    typed = "--enable-cuda-graph" if framework == "megatron-lm" else "enable-cuda-graph=true"
+    assert f" with {typed} and " in finding.message
+
+
+def test_old_flag_in_a_section(plan: Any, found: Any) -> None:
+    job = plan({"model.external_cuda_graph": True}, env={"NCCL_GRAPH_REGISTER": "1"})
+    [finding] = found(job, "GRF")
+    assert " with model.external_cuda_graph=true and " in finding.message
+
+
+@pytest.mark.parametrize(
+    "core, gpu, guards",
+    [
+        ("0.18", None, "cluster.gpu is not given"),
+        ("0.16.1", "X9-1GB", "cluster.gpu 'X9-1GB' is not known"),
+        ("0.19", None, None),
+        ("0.16.1", "B200-192GB", None),
+    ],
+)
+def test_an_unknown_gpu_may_be_guarded(
+    plan: Any, found: Any, core: str, gpu: str | None, guards: str | None
+) -> None:
+    cluster = {"megatron_core": core} | ({"gpu": gpu} if gpu else {})
+    [finding] = found(plan(graphs(LOCAL), env={"NCCL_GRAPH_REGISTER": "1"}, cluster=cluster), "GRF")
+    assert finding.level == "warning"
+    assert ("does not guard here" in finding.message) is (guards is None)
+    assert (guards or "") in finding.message
+
+
 def test_other_layers(plan: Any, found: Any) -> None:
     for job in (
         {"setup": "export NCCL_GRAPH_REGISTER=1"},

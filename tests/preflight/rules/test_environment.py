@@ -27,6 +27,11 @@ FIRING = {
     "new name fills in": {"env": {CUDA: "max_split_size_mb:512", NEW: ON}},
     "exported in setup": {"setup": [f"export {CUDA}={ON}"]},
     "exported with more": {"setup": [f"module load cuda; export A=1 {NEW}='{ON}'"]},
+    "exported in a block": {"setup": f"module load cuda\nexport {CUDA}={ON}\n"},
+    "exported after it is set": {"setup": [f"{CUDA}={ON}; export {CUDA}"]},
+    "exported under a condition": {"setup": [f"if true; then export {CUDA}={ON}; fi"]},
+    "exported by set -a": {"setup": ["set -a", f"{CUDA}={ON}"]},
+    "blanks inside words, which PyTorch drops": {"env": {CUDA: "expandable_ segments:Tr ue"}},
     "the site's": {"cluster": {"env": {CUDA: ON}}},
 }
 
@@ -41,6 +46,7 @@ SILENT = {
     "switched off": {"env": {CUDA: "expandable_segments:False"}},
     "something else": {"env": {CUDA: "max_split_size_mb:512"}},
     "the older name wins": {"env": {CUDA: "expandable_segments:False", NEW: ON}},
+    "taken back": {"setup": [f"export {CUDA}={ON}", f"unset {CUDA}"]},
     "env wins over setup": {"env": {CUDA: "backend:native"}, "setup": [f"export {CUDA}={ON}"]},
     "setup wins over the site": {
         "setup": [f"export {CUDA}=backend:native"],
@@ -114,6 +120,26 @@ def test_values_that_pytorch_rejects(plan: Any, found: Any, name: str, value: st
     text = f"max_split_size_mb:512,expandable_segments:{value}"
     for args in ({}, UB):
         assert ids(found(plan(args, env={name: text}), "ENV002")) == ["ENV002"]
+
+
+@pytest.mark.parametrize("name", [CUDA, NEW])
+@pytest.mark.parametrize(
+    "value, fires",
+    [
+        ("expandable_segments:true,expandable_segments:True", True),
+        ("expandable_segments:True,expandable_segments:true", True),
+        ("expandable_segments:False,expandable_segments:True", False),
+        ("expandable_ segments:Tr ue", False),
+        ("expandable_segments : tr ue", True),
+        ("expandable_segments:\tTrue", False),
+    ],
+)
+def test_pytorch_parses_every_item_without_blanks(
+    plan: Any, found: Any, name: str, value: str, fires: bool
+) -> None:
+    assert ids(found(plan(env={name: value}), "ENV002")) == ["ENV002"] * fires
+    if not fires:
+        assert found(plan(env={name: value}), "ENV005") == []  # it is on
 
 
 def test_rejected_value_message(plan: Any, found: Any) -> None:
@@ -240,3 +266,34 @@ def test_expandable_segments_off_is_right_with_user_buffers_and_engines(
     env = {CUDA: "max_split_size_mb:512"}
     assert found(plan(UB, env=env), "ENV") == []
     assert found(plan(env=env, facts={"colocated": {"engine": "vllm"}}), "ENV") == []
+
+
+# -- ENV006 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line, fires",
+    [
+        ("export NCCL_ALGO=$SITE", True),
+        ("export NCCL_ALGO=`cat algo`", True),
+        ("NCCL_ALGO=${SITE:-Ring}; export NCCL_ALGO", True),
+        ("export NCCL_ALGO=Ring", False),
+        ("export NCCL_ALGO='$SITE'", False),
+        ("export NCCL_ALGO=$SITE; unset NCCL_ALGO", False),
+        ("export NCCL_DEBUG=$SITE", False),  # not in the table: stays as it is
+        ("NCCL_ALGO=$SITE", False),
+    ],
+)
+def test_a_setup_export_that_is_replaced(plan: Any, found: Any, line: str, fires: bool) -> None:
+    assert [f.level for f in found(plan(setup=[line]), "ENV006")] == ["warning"] * fires
+    assert found(plan(setup=[line], env={"NCCL_ALGO": "Ring"}), "ENV006") == []
+
+
+def test_replaced_export_message(plan: Any, found: Any) -> None:
+    [finding] = found(plan(setup=["true", f"export {CUDA}=$X"]), "ENV006")
+    assert finding.option == f"env.{CUDA}" and finding.where.line > 0
+    assert finding.message.startswith(
+        f"setup exports {CUDA} with a value that the shell computes; mtlaunch's block comes after "
+        f"it and sets {ON} ("
+    )
+    assert finding.hint == (f"write the value itself, in setup or under env: env: {{{CUDA}: ...}}")

@@ -31,6 +31,27 @@ def test_tasks(
         assert finding.where.line > 0 and finding.level == "error"
 
 
+@pytest.mark.parametrize(
+    "launcher, slurm, id, hint",
+    [
+        ("srun", {"nodes": 2, "ntasks": 16}, None, ""),
+        ("srun", {"nodes": 2, "ntasks": 4}, "SLM001", "use ntasks: 16, or leave it out"),
+        ("srun", {"nodes": 2, "ntasks": 2}, "SLM001", "launcher: torchrun"),
+        ("srun", {"ntasks": 16}, "SLM001", "use nodes: 2, and leave ntasks out"),
+        ("torchrun", {"nodes": 2, "ntasks": 2}, None, ""),
+        ("torchrun", {"nodes": 2, "ntasks": 16}, "SLM002", "use ntasks: 2, or leave it out"),
+    ],
+)
+def test_all_tasks(
+    plan: Any, found: Any, launcher: str, slurm: dict[str, Any], id: str | None, hint: str
+) -> None:
+    findings = found(plan(slurm={"gpus_per_node": 8, **slurm}, launcher=launcher), "SLM")
+    assert [finding.id for finding in findings] == ([id] if id else [])
+    for finding in findings:
+        assert finding.option == "slurm.ntasks" and finding.where.line > 0
+        assert hint in finding.hint
+
+
 def test_messages(plan: Any, found: Any) -> None:
     slurm = {"gpus_per_node": 8, "ntasks_per_node": 1}
     [finding] = found(plan(slurm=slurm), "SLM")
