@@ -69,13 +69,14 @@ class _Resolver:
         self.places: dict[str, Place] = {}
         self.spellings: dict[str, str] = {}
         self.args: dict[str, Any] = {}
+        self.bridge = self.is_bridge()
 
     # -- options -----------------------------------------------------------------------------
 
     def read_args(self, bridge: bool) -> None:
         for name, value in self.model_shape().items():
             self.args[name] = value
-            self.places[name] = Place(f"model: {self.content.model}")
+            self.places[name] = self.document.key_place(("model",))
         arguments = self.arguments(bridge)
         written: dict[str, _Argument] = {}
         for one in arguments:
@@ -184,10 +185,11 @@ class _Resolver:
     def truth(self, key: str, value: Any, place: Place) -> bool:
         if isinstance(value, bool):
             return value
-        if value in (0, 1):
+        if self.bridge and value in (0, 1):
             return bool(value)
-        if isinstance(value, str) and value.lower() in ("true", "false"):
+        if self.bridge and isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
+        # Megatron-LM's switches take no value: `--bf16 1` would end its argument parser
         message = f"args.{key}: expected true or false, got {value!r}"
         self.problems.append(Problem(message, place))
         return False
@@ -235,7 +237,11 @@ class _Resolver:
         if value is None:
             return None
         if isinstance(value, str):
-            return tuple(value.replace(",", " ").split())
+            found = tuple(value.replace(",", " ").split())
+            if len(found) > 1 and not self.bridge:  # it would go through as one argument
+                hint = f"write a list: [{', '.join(found)}]"
+                self.complain(name, f"args.{name}: {value!r} is one value, not several", hint)
+            return found
         return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
 
     # -- Slurm and cluster -------------------------------------------------------------------
@@ -359,7 +365,7 @@ class _Resolver:
 
     def plan(self) -> Plan:
         content = self.content
-        bridge = self.is_bridge()
+        bridge = self.bridge
         self.read_args(bridge)
         options = self.slurm_options()
         nodes, gpus, tasks = self.sizes(options)

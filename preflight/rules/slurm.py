@@ -234,3 +234,34 @@ def warning_before_start(plan: Plan) -> Iterator[Finding]:
         "before the limit",
         f"more than {before_s // 60 + 1} minutes, or a shorter {cause}",
     )
+
+
+@rule("SLM006", "time-unreadable", "error", "sbatch(1) --time")
+def time_unreadable(plan: Plan) -> Iterator[Finding]:
+    """slurm.time is not a time that sbatch reads.
+
+    What it checks
+        slurm.time and slurm.time_min are minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED.
+
+    Why it fails
+        sbatch refuses it: "Invalid --time specification".
+
+    Bad
+        slurm: {nodes: 1, gpus_per_node: 8, time: 24h}
+        entrypoint: train.py
+
+    Good
+        slurm: {nodes: 1, gpus_per_node: 8, time: "24:00:00"}
+        entrypoint: train.py
+
+    Stays silent
+        Without a time limit in the job file.
+    """
+    for option in ("time", "time-min"):
+        text = str(plan.slurm.get(option, ""))
+        if text and time_limit_s(text) is None and text.upper() not in ("UNLIMITED", "INFINITE"):
+            yield Finding(
+                f"slurm.{option}",
+                f"'{text}' is no time that sbatch reads",
+                "minutes, HH:MM:SS or D-HH:MM:SS, such as 90, 04:00:00 or 1-12:00:00",
+            )

@@ -352,3 +352,26 @@ def test_a_computed_export_does_not_hide_the_place_of_the_value_that_counts() ->
     )
     made = resolve.resolve(jobfile.parse(text))
     assert (made.place("env.NCCL_ALGO").line, made.place("setup.NCCL_ALGO").line) == (4, 5)
+
+
+@pytest.mark.parametrize("value", ["1", "0", "'true'", "once"])
+def test_a_switch_of_megatron_lm_takes_no_value(value: str) -> None:
+    text = f"slurm: {{gpus_per_node: 8}}\nentrypoint: t.py\nargs:\n  bf16: {value}\n"
+    with pytest.raises(JobFileError, match=r"job.yaml:4:3: args.bf16: expected true or false"):
+        resolve.resolve(jobfile.parse(text))
+
+
+def test_several_values_are_a_list() -> None:
+    text = (
+        "slurm: {gpus_per_node: 8}\nentrypoint: t.py\nargs:\n  recompute-granularity: selective\n"
+        "  recompute-modules: core_attn mlp\n"
+    )
+    with pytest.raises(JobFileError) as raised:
+        resolve.resolve(jobfile.parse(text))
+    [problem] = raised.value.problems
+    assert (problem.place.line, problem.hint) == (5, "write a list: [core_attn, mlp]")
+
+
+def test_what_a_model_shape_brings_points_at_the_model() -> None:
+    text = "slurm: {gpus_per_node: 8}\nentrypoint: t.py\nmodel: llama3-8b\n"
+    assert resolve.resolve(jobfile.parse(text)).place("num-layers").line == 3

@@ -64,3 +64,20 @@ def test_silent(plan: Any, found: Any) -> None:
     assert found(plan({"num-layers": 8}), "PEF") == []
     lora = {"sequence_parallel": "regather", "target_modules": ["*.linear_*"]}
     assert found(plan({"num-layers": 8}, lora=lora), "PEF") == []
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("linear_qvk", "did you mean 'linear_qkv'?"),
+        ("decoder.layers.0.mlp.linear_fc11", "did you mean 'linear_fc1'?"),
+        ("linear_qkv", None),
+        ("in_proj", None),
+        ("*.linear_qvk", None),
+        ("my_own_projection_layer", None),
+    ],
+)
+def test_a_misspelt_target(plan: Any, found: Any, name: str, expected: str | None) -> None:
+    findings = found(plan(lora={"target_modules": [name]}), "PEF")
+    assert [finding.hint for finding in findings] == ([] if expected is None else [expected])
+    assert all(finding.id == "PEF002" and finding.level == "error" for finding in findings)

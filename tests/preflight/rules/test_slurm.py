@@ -109,3 +109,14 @@ def test_a_warning_before_the_start(
 ) -> None:
     findings = found(plan(slurm={"gpus_per_node": 8, **slurm}, facts=facts), "SLM")
     assert [finding.id for finding in findings] == expected
+
+
+@pytest.mark.parametrize("time", ["24h", "1:2:3:4", "4 hours", "-1"])
+def test_a_time_that_sbatch_does_not_read(plan: Any, found: Any, time: str) -> None:
+    [finding] = found(plan(slurm={"gpus_per_node": 8, "time": time}), "SLM")
+    assert (finding.id, finding.option) == ("SLM006", "slurm.time")
+
+
+@pytest.mark.parametrize("time", ["90", "4:00:00", "1-12", "UNLIMITED", "infinite"])
+def test_times_that_sbatch_reads(plan: Any, found: Any, time: str) -> None:
+    assert found(plan(slurm={"gpus_per_node": 8, "time": time}), "SLM") == []
