@@ -110,8 +110,7 @@ def emit(document: Any) -> None:
 
 def read_plan(file: str, assignments: tuple[str, ...]) -> tuple[Job, Plan]:
     """Raises JobFileError."""
-    from mtlaunch.preflight.jobfile import parse
-    from mtlaunch.preflight.resolve import resolve
+    from mtlaunch.preflight.resolve import load
     from mtlaunch.preflight.yaml_text import JobFileError, Place, Problem
 
     try:
@@ -122,8 +121,7 @@ def read_plan(file: str, assignments: tuple[str, ...]) -> tuple[Job, Plan]:
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise JobFileError([Problem(f"cannot be read: {words}", Place(file))]) from error
-    job = parse(text, name, assignments)
-    return job, resolve(job)
+    return load(text, name, assignments)
 
 
 def plan_or_exit(

@@ -208,6 +208,8 @@ class Job:
     content: JobFile
     document: Document
 
+    unread: frozenset[str] = frozenset()  # keys that are there, but wrong
+
     @property
     def name(self) -> str:
         if self.content.name:
@@ -217,26 +219,41 @@ class Job:
         return cleaned or "job"
 
 
+class UnreadJobError(JobFileError):
+    """Problems of a job file's shape, with what could be read beside them."""
+
+    def __init__(self, problems: list[Problem], source: str, job: Job) -> None:
+        super().__init__(in_order(problems), source)
+        self.job = job
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Each once, in the order of the file."""
+    return sorted(dict.fromkeys(problems), key=lambda p: (p.place.line, p.place.column))
+
+
 def parse(text: str, file: str = "job.yaml", assignments: Iterable[str] = ()) -> Job:
     """Read a job file's text, with `--set` assignments ("slurm.nodes=8") on top.
 
     Raises JobFileError with all problems at once.
     """
     document = read(text, file)
+    problems = list(document.problems)
     if document.data is None:
         document.data = {}
     if not isinstance(document.data, dict):
         message = "a job file is a mapping of keys such as slurm:, entrypoint:, args:"
-        raise JobFileError([Problem(message, Place(file, 1, 1), "see `mtlaunch init`")], text)
-    problems = [p for p in (_assign(document, one) for one in assignments) if p]
+        problems.append(Problem(message, Place(file, 1, 1), "see `mtlaunch init`"))
+        raise JobFileError(problems, text)
+    problems += [p for p in (_assign(document, one) for one in assignments) if p]
     problems += _shape_problems(document)
     reader = _Reader(document)
     content = reader.struct(JobFile, _typed_texts(document), ())
     problems += reader.problems
+    job = Job(file, content, document, frozenset(reader.unread))
     if problems:
-        problems.sort(key=lambda p: (p.place.line, p.place.column))
-        raise JobFileError(problems, text)
-    return Job(file, content, document)
+        raise UnreadJobError(problems, text, job)
+    return job
 
 
 def from_mapping(data: Mapping[str, Any], file: str = "job") -> Job:
@@ -246,9 +263,14 @@ def from_mapping(data: Mapping[str, Any], file: str = "job") -> Job:
     return parse(yaml.safe_dump(dict(data), sort_keys=False), file)
 
 
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    """The known word that is most like `word`, "" when none is like it."""
+    return next(iter(difflib.get_close_matches(word, sorted(known), 1, cutoff)), "")
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
-    near = difflib.get_close_matches(word, sorted(known), 1, cutoff)
-    return f"did you mean '{near[0]}'?" if near else ""
+    near = nearest(word, known, cutoff)
+    return f"did you mean '{near}'?" if near else ""
 
 
 def _assign(document: Document, assignment: str) -> Problem | None:
@@ -262,6 +284,8 @@ def _assign(document: Document, assignment: str) -> Problem | None:
         keys = [keys[0], ".".join(keys[1:])]
     try:
         value = read(text, place.file)
+        if value.problems:
+            raise JobFileError(value.problems)
     except JobFileError as error:
         return Problem(f"--set {dotted}: {error.problems[0].message}", place, "quote the value")
     parent: Any = document.data
@@ -381,25 +405,35 @@ class _Reader:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.problems: list[Problem] = []
+        self.unread: set[str] = set()  # keys of the top that are there, and wrong
 
     def struct(self, model: Any, data: Mapping[str, Any], path: Path) -> Any:
-        """A `model` of `data`, or None after a problem."""
+        """A `model` of what `data` has right; None when a required key is not among it."""
         fields = _fields(model)
         values = {}
         for key, value in data.items():
             inner = (*path, key)
+            before = len(self.problems)
             if key in fields:
-                values[key] = self.value(fields[key].type, value, inner)
+                read_value = self.value(fields[key].type, value, inner)
+                if len(self.problems) == before:
+                    values[key] = read_value
+                elif not path:
+                    self.unread.add(key)
             else:
-                hint = did_you_mean(key, fields) or "known here: " + ", ".join(fields)
+                near = nearest(key, fields)
+                hint = f"did you mean '{near}'?" if near else "known here: " + ", ".join(fields)
                 place = self.document.key_place(inner)
                 self.problems.append(Problem(f"unknown key '{_dotted(inner)}'", place, hint))
+                if not path and near:
+                    self.unread.add(near)
         for key, field in fields.items():
             if field.required and key not in data:
                 inner = (*path, key)
                 message = f"{_dotted(inner)}: missing, expected {_expected(field.type, None)}"
                 self.problems.append(Problem(message, self.document.place(inner)))
-        return None if self.problems else model(**values)
+        required = (key for key, field in fields.items() if field.required)
+        return model(**values) if all(key in values for key in required) else None
 
     def value(self, wanted: Any, value: Any, path: Path) -> Any:
         """`value` as the type `wanted`; of a union, as the member that it looks like."""

@@ -14,9 +14,13 @@ from mtlaunch.preflight.gpus import find_gpu
 from mtlaunch.preflight.jobfile import (
     OWNED_OPTIONS,
     SBATCH_OPTIONS,
+    Cluster,
     Job,
     ModuleEntrypoint,
+    UnreadJobError,
     did_you_mean,
+    in_order,
+    parse,
 )
 from mtlaunch.preflight.models import MODELS
 from mtlaunch.preflight.plan import (
@@ -39,6 +43,19 @@ SWIGLU_MULTIPLE = 64
 VOCAB_MULTIPLE = 128
 
 DEFAULT_RECOMPUTE_MODULES = ("core_attn",)
+
+
+def load(text: str, file: str, assignments: Iterable[str] = ()) -> tuple[Job, Plan]:
+    """A job file's text to its Plan. Raises JobFileError with every problem of both readings."""
+    try:
+        job = parse(text, file, assignments)
+    except UnreadJobError as error:
+        try:
+            resolve(error.job)
+        except JobFileError as more:
+            raise JobFileError(in_order([*error.problems, *more.problems]), text) from error
+        raise
+    return job, resolve(job)
 
 
 def resolve(job: Job) -> Plan:
@@ -370,11 +387,11 @@ class _Resolver:
         options = self.slurm_options()
         nodes, gpus, tasks = self.sizes(options)
         ranks = gpus if gpus is not None else tasks
-        if ranks is None:
+        if ranks is None and "slurm" not in self.job.unread:
             place = self.document.key_place(("slurm",))
             hint = "slurm: {gpus_per_node: 8}, or ntasks_per_node for ranks without a GPU"
             self.problems.append(Problem("how many GPUs a node? slurm has none", place, hint))
-        if content.entrypoint is None:
+        if content.entrypoint is None and "entrypoint" not in self.job.unread:
             place = Place(self.job.file, 1, 1)
             hint = "entrypoint: pretrain_gpt.py"
             self.problems.append(Problem("what to run? there is no entrypoint", place, hint))
@@ -383,7 +400,7 @@ class _Resolver:
             place = self.document.place(("cluster",))
             message = f"cluster profile '{cluster}': profiles are not read by this version"
             self.problems.append(Problem(message, place, "write cluster: {gpu: H100-80GB}"))
-            raise JobFileError(self.problems, self.document.source)
+            cluster = Cluster()
         for key in ("gpu", "megatron_core", "torch", "transformer_engine"):
             self.places[f"cluster.{key}"] = self.document.place(("cluster", key))
         self.env_places(cluster.env)
@@ -517,9 +534,7 @@ class _Resolver:
             spellings=dict(self.spellings),
         )
         if self.problems:
-            self.problems = list(dict.fromkeys(self.problems))  # some are read twice
-            self.problems.sort(key=lambda p: (p.place.line, p.place.column))
-            raise JobFileError(self.problems, self.document.source)
+            raise JobFileError(in_order(self.problems), self.document.source)
         return plan
 
     def is_bridge(self) -> bool:

@@ -84,6 +84,7 @@ class Document:
     keys: dict[Path, Place] = field(default_factory=dict)
     values: dict[Path, Place] = field(default_factory=dict)
     texts: dict[Path, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
 
     def place(self, path: Path) -> Place:
         """The place of the value at `path`, or of the nearest parent that has one."""
@@ -127,8 +128,9 @@ def resolve_plain(text: str) -> Any:
 def read(text: str, file: str) -> Document:
     """Compose `text` into a Document.
 
-    Raises JobFileError with a place for syntax errors, duplicate keys, keys that are not text,
-    tags other than `!!str`, aliases of what they stand in, and texts that aliases blow up.
+    Duplicate keys, keys that are not text and tags other than `!!str` are the document's problems:
+    the rest of it is read. Raises JobFileError with a place for syntax errors, aliases of what
+    they stand in, and texts that aliases blow up.
     """
     document = Document(file, text)
     try:
@@ -143,8 +145,7 @@ def read(text: str, file: str) -> Document:
         raise JobFileError([Problem(f"not YAML: {error}", Place(file, 1, 1))], text) from error
     reader = _Reader(document)
     document.data = reader.value(root, ()) if root is not None else None
-    if reader.problems:
-        raise JobFileError(reader.problems, text)
+    document.problems = reader.problems
     return document
 
 

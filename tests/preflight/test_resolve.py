@@ -375,3 +375,48 @@ def test_several_values_are_a_list() -> None:
 def test_what_a_model_shape_brings_points_at_the_model() -> None:
     text = "slurm: {gpus_per_node: 8}\nentrypoint: t.py\nmodel: llama3-8b\n"
     assert resolve.resolve(jobfile.parse(text)).place("num-layers").line == 3
+
+
+EVERYTHING_WRONG = """\
+name: a b
+slurm: {nodes: 0, gpus_per_node: 8}
+cluster: prod
+entrypoint: train.py
+entrypoint: other.py
+modle: llama3-8b
+args:
+  num-layers: eighty
+  num_layers: 3
+lora: {dim: 0}
+"""
+
+
+def test_problems_of_all_readings_come_at_once() -> None:
+    with pytest.raises(JobFileError) as raised:
+        resolve.load(EVERYTHING_WRONG, "job.yaml")
+    problems = raised.value.problems
+    found = [(problem.place.line, problem.message.split(":")[0]) for problem in problems]
+    assert found == [
+        (1, "name"),
+        (2, "slurm.nodes"),
+        (3, "cluster profile 'prod'"),
+        (5, "duplicate key 'entrypoint' (first on line 4)"),
+        (6, "unknown key 'modle'"),
+        (8, "num-layers"),
+        (9, "args.num_layers is the same option as args.num-layers"),
+        (10, "lora.dim"),
+    ]
+
+
+def test_a_misspelt_key_is_not_also_a_missing_one() -> None:
+    text = "slrum: {gpus_per_node: 8}\nentrypiont: train.py\nargs: {num-layers: x}\n"
+    with pytest.raises(JobFileError) as raised:
+        resolve.load(text, "job.yaml")
+    assert [problem.place.line for problem in raised.value.problems] == [1, 2, 3]
+
+
+def test_what_is_missing_beside_other_problems_is_said_too() -> None:
+    with pytest.raises(JobFileError) as raised:
+        resolve.load("workdri: .\n", "job.yaml")
+    words = [problem.message for problem in raised.value.problems]
+    assert len(words) == 3 and any("what to run" in word for word in words)
