@@ -215,8 +215,8 @@ class Job:
         if self.content.name:
             return self.content.name
         stem = self.file.rsplit("/", 1)[-1].rsplit(".", 1)[0]
-        cleaned = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).strip("-._")
-        return cleaned or "job"
+        kept = (c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)
+        return "".join(kept).strip("-._")[:100] or "job"
 
 
 class UnreadJobError(JobFileError):

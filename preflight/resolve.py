@@ -404,6 +404,9 @@ class _Resolver:
         for key in ("gpu", "megatron_core", "torch", "transformer_engine"):
             self.places[f"cluster.{key}"] = self.document.place(("cluster", key))
         self.env_places(cluster.env)
+        for name, value in (*cluster.env.items(), *content.env.items()):
+            if any(char in value for char in "\n\r\0"):
+                self.complain(f"env.{name}", f"env.{name}: a line break cannot reach the ranks")
         entry = content.entrypoint
         layout, vpp, vpp_option = self.layout_and_vpp()
         tp = self.integer("tensor-model-parallel-size", 1) or 1

@@ -420,3 +420,19 @@ def test_what_is_missing_beside_other_problems_is_said_too() -> None:
         resolve.load("workdri: .\n", "job.yaml")
     words = [problem.message for problem in raised.value.problems]
     assert len(words) == 3 and any("what to run" in word for word in words)
+
+
+def test_a_line_break_in_a_variable_is_refused_with_its_place() -> None:
+    text = 'slurm: {gpus_per_node: 8}\nentrypoint: t.py\nenv:\n  A: "x\\ny"\n'
+    with pytest.raises(JobFileError, match=r"job.yaml:4:3: env.A: a line break"):
+        resolve.load(text, "job.yaml")
+
+
+@pytest.mark.parametrize(
+    "file, name", [("été.yaml", "t"), ("a b.yaml", "a-b"), ("x" * 120 + ".yaml", "x" * 100)]
+)
+def test_a_name_from_the_file_is_one_that_a_job_file_may_have(file: str, name: str) -> None:
+    text = "slurm: {gpus_per_node: 8}\nentrypoint: t.py\n"
+    job, _ = resolve.load(text, file)
+    assert job.name == name
+    resolve.load(f"name: {name}\n{text}", "job.yaml")
