@@ -143,7 +143,7 @@ def _nvls(plan: Plan) -> Computed:
 @_policy("NCCL_CTA_POLICY")
 def _cta_policy(plan: Plan) -> Computed:
     if plan.nccl_ub:
-        return Computed("1", "zero-CTA collectives with user buffers", RECIPES)
+        return Computed("1", "NCCL's efficiency policy, as tuned with user buffers", RECIPES)
     return Computed(None, "only with NCCL user buffers", RECIPES)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -275,6 +276,20 @@ def _was_told_to_end(row: Mapping[str, Any]) -> bool:
     return failed_s is None or bool(term_s <= failed_s + _TERM_SLACK_S)
 
 
+# What a rank says that lost another one: gloo (transport/tcp/pair.cc), NCCL (ncclRemoteError,
+# socket.cc), torch's store and its watchdog.
+_PEER_WORDS = re.compile(
+    r"connection (reset|closed|refused)|broken pipe|remote process exited|remote peer"
+    r"|socket (timeout|closed)|connection was likely closed|watchdog caught collective",
+    re.IGNORECASE,
+)
+
+
+def _lost_a_peer(row: Mapping[str, Any]) -> bool:
+    """Whether a rank's error is likely what another rank's end did to it."""
+    return bool(_PEER_WORDS.search(row.get("error") or ""))
+
+
 def _first_failure(ranks: Iterable[Mapping[str, Any]], state: str) -> dict[str, Any] | None:
     """The rank that failed first, if the job was not ended from outside before that."""
     rows = list(ranks)
@@ -290,7 +305,8 @@ def _first_failure(ranks: Iterable[Mapping[str, Any]], state: str) -> dict[str, 
         candidates = own or failed
     if not candidates:
         return None
-    row = min(candidates, key=lambda one: (_failed_s(one), one["rank"]))
+    # The rank that is gone is recorded a moment after the others have noticed it.
+    row = min(candidates, key=lambda one: (_lost_a_peer(one), _failed_s(one), one["rank"]))
     failed_s = _failed_s(row)
     return {
         "rank": row["rank"],

@@ -430,3 +430,26 @@ def test_the_traceback_of_the_first_failing_rank_is_shown(home: Any) -> None:
     assert code == 5
     assert "    RuntimeError: boom" in done.err
     assert "in step" in done.err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:19348: Connection reset by peer.",
+        "DistBackendError: NCCL error: remote process exited or there was a network error",
+        "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4848",
+    ],
+)
+def test_a_rank_that_lost_its_peer_did_not_fail_first(run: Run, error: str) -> None:
+    """The peer's end is recorded by the process that waited for it, a moment later."""
+    run.rank(0, error_at=10.0, ended=10.4, code=1, error=error)
+    run.rank(1, ended=10.1, by=signal.SIGKILL)
+    run.status()
+    assert first(run.report("FAILED")) == 1
+
+
+def test_a_lost_connection_alone_is_the_failure(run: Run) -> None:
+    run.rank(0, error_at=10.0, ended=10.4, code=1, error="RuntimeError: Connection reset by peer")
+    run.rank(1, term=10.5, ended=10.6, by=signal.SIGTERM)
+    run.status()
+    assert first(run.report("FAILED")) == 0
