@@ -29,6 +29,9 @@ from mtlaunch.preflight.slurm_time import time_limit_s
 
 _POLL_S = 0.1
 
+# A process in an uninterruptible wait outlives SIGKILL until that ends.
+_GONE_WITHIN_S = 10.0
+
 # A stand-in for a Slurm command. Modules of the job's working directory, a `queue.py` perhaps, must
 # not come before Python's own, as they would with `python -m`.
 _SHIM = """#!/bin/sh
@@ -97,7 +100,7 @@ class Supervisor:
             )
         write_json(self.run_dir / "local.json", state)
         code = self.wait()
-        send(descendants(os.getpid()), signal.SIGKILL)  # what the script left behind
+        end_descendants()  # what the script left behind
         final = self.ending or ("COMPLETED" if code == 0 else "FAILED")
         state |= {
             "state": final,
@@ -175,6 +178,22 @@ class Supervisor:
             ranks = step_processes(self.run_dir / "local")
             self.ranks_told = bool(ranks)
             send(ranks, signal.SIGTERM)
+
+
+def end_descendants() -> None:
+    """SIGKILL to every process below this one, and wait until they are gone.
+
+    A final state says that nothing of the job runs any more.
+    """
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        send(left, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:  # orphans are ours to reap
+                pass
+        except ChildProcessError:
+            pass
+        time.sleep(0.02)
 
 
 def step_processes(local_dir: Path) -> list[int]:
