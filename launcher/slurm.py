@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from mtlaunch.launcher.rundir import RunDir
@@ -180,14 +179,6 @@ class Executor(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["sbatch", "--parsable", str(submission_file_path)]
-
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        text = string.decode(errors="replace") if isinstance(string, bytes) else string
-        found = read_answer(text)
-        if found is None:
-            raise FailedSubmissionError(f"sbatch answered {text!r}, which names no job id")
-        return found[0]
 
 
 def read_answer(text: str) -> tuple[str, str] | None:

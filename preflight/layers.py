@@ -43,11 +43,6 @@ def parse_layout(text: str) -> list[str]:
     return stages
 
 
-def stages_of(plan: Plan) -> list[str] | None:
-    """The parsed layout of a plan, None without one. Raises LayoutError."""
-    return None if plan.layout is None else parse_layout(plan.layout)
-
-
 def chunks(plan: Plan) -> tuple[tuple[Chunk, ...], ...] | None:
     """Chunks by pipeline rank, `result[rank][virtual_stage]`; None where Megatron refuses.
 

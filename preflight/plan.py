@@ -219,11 +219,6 @@ class Plan:
         return self.global_batch_size // step or None
 
     @property
-    def has_megatron_arguments(self) -> bool:
-        """Whether there is anything of Megatron's to check."""
-        return self.num_layers is not None or self.hidden_size is not None
-
-    @property
     def shape_known(self) -> bool:
         """Whether the model's dimensions are enough for an estimate."""
         return None not in (

@@ -136,10 +136,6 @@ class Sizes:
         major = self.capability[0]
         return major == 8 or (major >= 10 and deterministic_attention(plan))
 
-    def is_moe(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (0-based, of the whole model) routes to experts."""
-        return self.moe is not None and self.moe.expert_layers[layer]
-
 
 def deterministic_attention(plan: Plan) -> bool:
     """Whether Transformer Engine is held to deterministic attention."""
