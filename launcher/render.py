@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from mtlaunch.launcher.runner.outcome import EXIT_NEAR_LIMIT
 from mtlaunch.launcher.version import __version__
 from mtlaunch.preflight import environment
 from mtlaunch.preflight.plan import Plan
@@ -18,9 +19,6 @@ TEMPLATE = "job.sbatch.j2"
 
 # The epilog's budget: below Slurm's KillWait of 30 s (slurm.conf), after which all is SIGKILLed.
 EPILOG_SECONDS = 20
-
-# errno ERESTART, "interrupted system call should be restarted": no finished training
-EXIT_NEAR_LIMIT = 85
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from mtlaunch.launcher.states import FINAL_STATES
+from mtlaunch.launcher.runner.outcome import FINAL_STATES
 from mtlaunch.preflight.rule import Finding
 from mtlaunch.preflight.yaml_text import JobFileError, Place
 

@@ -20,8 +20,9 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from mtlaunch.launcher.rundir import RunDir
+from mtlaunch.launcher.runner.outcome import FINAL_STATES
 from mtlaunch.launcher.slurm_env import clean_environment
-from mtlaunch.launcher.states import FINAL_STATES, JobState
+from mtlaunch.launcher.states import JobState
 
 # srun is submitit's and the script's; the controller may be asked from a host without it.
 _NEEDED = ("scontrol", "sbatch", "srun")

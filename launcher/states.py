@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# States after which nothing changes any more: squeue(1), JOB STATE CODES. A positive list,
-# because SUSPENDED, CONFIGURING, RESIZING, REQUEUE_HOLD, SIGNALING and STOPPED are not the end.
-FINAL_STATES = frozenset(
-    """BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
-    TIMEOUT""".split()
-)
+from mtlaunch.launcher.runner.outcome import FINAL_STATES
 
 EXIT_OK = 0
 EXIT_REFUSED = 1

@@ -87,16 +87,17 @@ class _Resolver:
         self.spellings: dict[str, str] = {}
         self.args: dict[str, Any] = {}
         self.bridge = self.is_bridge()
+        self.shape = self.model_shape()
+        self.arguments = self.read_arguments()
 
     # -- options -----------------------------------------------------------------------------
 
-    def read_args(self, bridge: bool) -> None:
-        for name, value in self.model_shape().items():
+    def read_args(self) -> None:
+        for name, value in self.shape.items():
             self.args[name] = value
             self.places[name] = self.document.key_place(("model",))
-        arguments = self.arguments(bridge)
         written: dict[str, _Argument] = {}
-        for one in arguments:
+        for one in self.arguments:
             same = one.target.replace("-", "_").lstrip("+")
             if same in written:
                 first = written[same]
@@ -104,24 +105,24 @@ class _Resolver:
                 message += f" on line {first.place.line}" if first.key == one.key else ""
                 self.problems.append(Problem(message, one.place, "keep one of the two"))
             written.setdefault(same, one)
-        for one in self.strongest(arguments):
+        for one in self.strongest():
             name, value = one.name, one.value
             self.places[name], self.spellings[name] = one.place, one.spelling
-            if value is None or (value is False and not bridge):
+            if value is None or (value is False and not self.bridge):
                 # Megatron-LM: the flag is not given, whatever the model's shape says
                 self.args.pop(name, None)
                 continue
             self.args[name] = value
         self.read_graph_aliases()
 
-    def arguments(self, bridge: bool) -> list[_Argument]:
+    def read_arguments(self) -> list[_Argument]:
         """The arguments of the file, in its order.
 
         Bridge: nested mappings become dotted paths, and `--set` on one of them replaces it.
         """
         found: list[_Argument] = []
         written = self.content.args
-        if not bridge:
+        if not self.bridge:
             for key, value in written.items():
                 flag = flags.launch_flag(key)
                 place = self.document.key_place(("args", key))
@@ -148,14 +149,14 @@ class _Resolver:
             found.append(_Argument(key, value, path, place, target, name, shown, rank))
         return found
 
-    def strongest(self, arguments: Iterable[_Argument]) -> Iterable[_Argument]:
+    def strongest(self) -> Iterable[_Argument]:
         """One argument for each option that the checks read.
 
         Of several config sections the first of `flags.BRIDGE_SECTIONS` counts, but where one
         switches something on that another leaves off, it is on.
         """
         chosen: dict[str, _Argument] = {}
-        for one in arguments:
+        for one in self.arguments:
             before = chosen.get(one.name)
             if not one.name:
                 continue
@@ -382,8 +383,7 @@ class _Resolver:
 
     def plan(self) -> Plan:
         content = self.content
-        bridge = self.bridge
-        self.read_args(bridge)
+        self.read_args()
         options = self.slurm_options()
         nodes, gpus, tasks = self.sizes(options)
         ranks = gpus if gpus is not None else tasks
@@ -427,14 +427,14 @@ class _Resolver:
         common: dict[str, Any] = dict(
             name=self.job.name,
             file=self.job.file,
-            framework="megatron-bridge" if bridge else "megatron-lm",
+            framework="megatron-bridge" if self.bridge else "megatron-lm",
             launcher=content.launcher,
             entrypoint=entry.module if isinstance(entry, ModuleEntrypoint) else entry,
             entrypoint_is_module=isinstance(entry, ModuleEntrypoint),
             python=content.python,
             workdir=content.workdir,
             setup=tuple(content.setup),
-            command_args=tuple(self.command_args(bridge)),
+            command_args=tuple(self.command_args()),
             secrets=tuple(content.secrets),
             container=msgspec.to_builtins(content.container) if content.container else None,
             slurm=options,
@@ -463,7 +463,7 @@ class _Resolver:
             pp=pp,
             cp=self.integer("context-parallel-size", 1) or 1,
             ep=ep,
-            etp=etp if etp is not None else self.default_etp(tp, ep, bridge),
+            etp=etp if etp is not None else self.default_etp(tp, ep),
             vpp=vpp if vpp is not None else self.vpp_from_layers(num_layers, pp),
             vpp_option=vpp_option,
             layers_per_virtual_stage=layers_per_virtual,
@@ -480,7 +480,7 @@ class _Resolver:
             num_layers=num_layers,
             hidden_size=hidden,
             num_attention_heads=heads,
-            num_query_groups=self.query_groups(heads, bridge),
+            num_query_groups=self.query_groups(heads),
             kv_channels=self.integer("kv-channels", 1)
             or (hidden // heads if hidden and heads else None),
             ffn_hidden_size=self.integer("ffn-hidden-size", 1) or default_ffn(hidden, swiglu),
@@ -519,7 +519,7 @@ class _Resolver:
             recompute_num_layers=self.integer("recompute-num-layers"),
             recompute_modules=self.recompute_modules(granularity),
             # validate_args: a number of layers turns offloading on by itself
-            cpu_offloading=self.flag("cpu-offloading") or (offload_layers > 0 and not bridge),
+            cpu_offloading=self.flag("cpu-offloading") or (offload_layers > 0 and not self.bridge),
             cpu_offloading_num_layers=offload_layers,
             fine_grained_activation_offloading=self.flag("fine-grained-activation-offloading"),
             optimizer_cpu_offload=self.flag("optimizer-cpu-offload"),
@@ -614,18 +614,18 @@ class _Resolver:
         virtual = total // pp // each
         return virtual if virtual > 1 else None
 
-    def query_groups(self, heads: int | None, bridge: bool) -> int | None:
+    def query_groups(self, heads: int | None) -> int | None:
         groups = self.integer("num-query-groups", 1)
-        if groups is None or not (bridge or self.flag("group-query-attention")):
+        if groups is None or not (self.bridge or self.flag("group-query-attention")):
             return heads  # Megatron-LM reads num-query-groups only with group-query-attention
         return groups
 
-    def default_etp(self, tp: int, ep: int, bridge: bool) -> int:
+    def default_etp(self, tp: int, ep: int) -> int:
         """Expert TP when not given: TP, but 1 for Megatron-Bridge with EP above 1.
 
         Megatron-Bridge models/transformer_config.py _set_moe_expert_tensor_parallel_default.
         """
-        return 1 if bridge and ep > 1 else tp
+        return 1 if self.bridge and ep > 1 else tp
 
     def padded_vocab(self, vocab: int | None, tp: int) -> int | None:
         given = self.integer("padded-vocab-size", 1)
@@ -656,19 +656,17 @@ class _Resolver:
             lora.dim, lora.alpha, lora.dropout, tuple(lora.target_modules), lora.sequence_parallel
         )
 
-    def command_args(self, bridge: bool) -> Iterable[str]:
+    def command_args(self) -> Iterable[str]:
         """The script's arguments in the order of the file, scalars as typed."""
-        arguments = self.arguments(bridge)
-        if bridge:
-            for one in arguments:
+        if self.bridge:
+            for one in self.arguments:
                 yield f"{one.target}={self.bridge_value(one)}"
         else:
-            shape = self.model_shape() if isinstance(self.content.model, str) else {}
-            written = {one.name for one in arguments}
-            for name, value in shape.items():
+            written = {one.name for one in self.arguments}
+            for name, value in self.shape.items():
                 if name not in written:
                     yield from self.lm_flag(name, value, ())
-            for one in arguments:
+            for one in self.arguments:
                 # no flag of Megatron-LM: a number of layers turns offloading on
                 if one.name == "cpu-offloading" and self.args.get("cpu-offloading-num-layers"):
                     continue

@@ -32,7 +32,8 @@ def status_at_start() -> dict[str, Any]:
 
 
 def status_at_end(path: Path, exit_code: int) -> dict[str, Any]:
-    from mtlaunch.launcher.runner.report import EXIT_NEAR_LIMIT, read_json
+    from mtlaunch.launcher.runner.outcome import EXIT_NEAR_LIMIT
+    from mtlaunch.launcher.runner.report import read_json
 
     return {
         **_identity(),

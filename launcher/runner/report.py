@@ -16,16 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtlaunch.launcher.runner.outcome import EXIT_NEAR_LIMIT, FINAL_STATES
 from mtlaunch.launcher.runner.record import RankRecord, read_file
 
 SCHEMA = "mtlaunch.report/1"
-
-# States after which nothing changes any more; squeue(1), JOB STATE CODES. A copy of
-# launcher.states, which is not in the payload.
-FINAL_STATES = frozenset(
-    """BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
-    TIMEOUT""".split()
-)
 
 # States that a job gets without a fault of a rank: label of the diagnosis, what happened.
 _ENDED_FROM_OUTSIDE = {
@@ -35,9 +29,6 @@ _ENDED_FROM_OUTSIDE = {
     "PREEMPTED": ("preempted_requeued", "preempted"),
     "TIMEOUT": ("unknown", "time limit"),
 }
-
-# The script's exit code when its ranks saved and left before the time limit; as in render.
-EXIT_NEAR_LIMIT = 85
 
 # `ended` of a rank that recorded no end: in a job that is over, that runs, of unknown state.
 _KILLED, _RUNNING, _LOST = "killed: no end recorded", "running", "lost: no end recorded"

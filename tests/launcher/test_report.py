@@ -329,7 +329,7 @@ def test_other_ends_are_not_checkpointed(run: Run, code: int, state: str) -> Non
     assert (status["state"], status["checkpointed"]) == (state, False)
 
 
-def test_what_the_runner_cannot_import_is_the_same_there() -> None:
+def test_the_launcher_and_the_payload_mean_the_same_ends() -> None:
     assert report.EXIT_NEAR_LIMIT == render.EXIT_NEAR_LIMIT
     assert report.FINAL_STATES == states.FINAL_STATES
 
